@@ -1,0 +1,1 @@
+"""Decoder-only policies in Flax, their weights and their tokenizers."""

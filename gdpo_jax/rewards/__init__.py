@@ -1,0 +1,1 @@
+"""The host side: strings in, floats out. Nothing here imports jax, not even indirectly."""

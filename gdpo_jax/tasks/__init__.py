@@ -1,0 +1,1 @@
+"""What is asked: prompts with the columns that their rewards need."""

@@ -1,0 +1,1 @@
+"""One visible loop, and what it is made of."""
