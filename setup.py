@@ -7,70 +7,70 @@ from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(
-    r"__version__ = '([^']+)'",
-    (ROOT / 'gdpo_jax' / '__init__.py').read_text(encoding='utf-8'),
+  r"__version__ = '([^']+)'",
+  (ROOT / 'gdpo_jax' / '__init__.py').read_text(encoding='utf-8'),
 ).group(1)
 
 BASE = [
-    'jax>=0.10,<0.11',
-    'flax>=0.12,<0.13',
-    'optax>=0.2.8',
-    'orbax-checkpoint>=0.12',
-    'chex>=0.1.92',
-    'numpy>=2.0',
-    'transformers>=5.0',
-    'tokenizers>=0.22',
-    'jinja2>=3.1',  # chat templates
-    'safetensors>=0.6',
-    'gguf>=0.17',
-    'math-verify>=0.9',
-    'absl-py>=2.1',
-    'ml-collections>=1.0',
-    'rich>=13.9',
-    'matplotlib>=3.9',
-    'plotly>=6.0',
+  'jax>=0.10,<0.11',
+  'flax>=0.12,<0.13',
+  'optax>=0.2.8',
+  'orbax-checkpoint>=0.12',
+  'chex>=0.1.92',
+  'numpy>=2.0',
+  'transformers>=5.0',
+  'tokenizers>=0.22',
+  'jinja2>=3.1',  # chat templates
+  'safetensors>=0.6',
+  'gguf>=0.17',
+  'math-verify>=0.9',
+  'absl-py>=2.1',
+  'ml-collections>=1.0',
+  'rich>=13.9',
+  'matplotlib>=3.9',
+  'plotly>=6.0',
 ]
 EXTRAS = {
-    'cuda12': ['jax[cuda12]>=0.10,<0.11'],
-    'tpu': ['jax[tpu]>=0.10,<0.11'],
-    'judged': [
-        'sentence-transformers>=5.0',
-        'jiwer>=4.0',
-        'sacrebleu>=2.5',
-        'rouge-score>=0.1.2',
-    ],
-    'code': ['ruff>=0.12', 'bandit>=1.8'],
-    'track': ['tensorboard>=2.19', 'wandb>=0.21'],
-    'dev': [
-        'pytest>=8.3',
-        'pytest-xdist>=3.6',
-        'hypothesis>=6.130',
-        'ruff>=0.12',
-        'psutil>=6.0',
-    ],
-    'bench': ['torch>=2.9', 'accelerate>=1.10', 'trl>=1.16', 'datasets>=4.0'],
+  'cuda12': ['jax[cuda12]>=0.10,<0.11'],
+  'tpu': ['jax[tpu]>=0.10,<0.11'],
+  'judged': [
+    'sentence-transformers>=5.0',
+    'jiwer>=4.0',
+    'sacrebleu>=2.5',
+    'rouge-score>=0.1.2',
+  ],
+  'code': ['ruff>=0.12', 'bandit>=1.8'],
+  'track': ['tensorboard>=2.19', 'wandb>=0.21'],
+  'dev': [
+    'pytest>=8.3',
+    'pytest-xdist>=3.6',
+    'hypothesis>=6.130',
+    'ruff>=0.12',
+    'psutil>=6.0',
+  ],
+  'bench': ['torch>=2.9', 'accelerate>=1.10', 'trl>=1.16', 'datasets>=4.0'],
 }
 
 setup(
-    name='gdpo_jax',
-    version=VERSION,
-    description=(
-        'GDPO in JAX: reinforcement learning of language models on several '
-        'rewards at once'
-    ),
-    long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
-    long_description_content_type='text/markdown',
-    license='Apache-2.0',
-    license_files=['LICENSE'],
-    python_requires='>=3.11',
-    packages=find_packages(include=['gdpo_jax', 'gdpo_jax.*']),
-    package_data={'gdpo_jax': ['py.typed']},
-    install_requires=BASE,
-    extras_require=EXTRAS,
-    classifiers=[
-        'Programming Language :: Python :: 3',
-        'Programming Language :: Python :: 3.11',
-        'Topic :: Scientific/Engineering :: Artificial Intelligence',
-        'Typing :: Typed',
-    ],
+  name='gdpo_jax',
+  version=VERSION,
+  description=(
+    'GDPO in JAX: reinforcement learning of language models on several '
+    'rewards at once'
+  ),
+  long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  python_requires='>=3.11',
+  packages=find_packages(include=['gdpo_jax', 'gdpo_jax.*']),
+  package_data={'gdpo_jax': ['py.typed']},
+  install_requires=BASE,
+  extras_require=EXTRAS,
+  classifiers=[
+    'Programming Language :: Python :: 3',
+    'Programming Language :: Python :: 3.11',
+    'Topic :: Scientific/Engineering :: Artificial Intelligence',
+    'Typing :: Typed',
+  ],
 )

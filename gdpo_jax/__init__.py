@@ -10,18 +10,18 @@ __version__ = '0.1.0'
 
 # public name -> module that defines it
 _HOME = {
-    'Batch': 'gdpo_jax.types',
-    'Prompts': 'gdpo_jax.types',
-    'Rollout': 'gdpo_jax.types',
-    'TrainState': 'gdpo_jax.types',
-    'Reward': 'gdpo_jax.rewards.pipeline',
-    'Scores': 'gdpo_jax.rewards.pipeline',
-    'score': 'gdpo_jax.rewards.pipeline',
-    'Sampling': 'gdpo_jax.sampler',
-    'generate': 'gdpo_jax.sampler',
-    'Policy': 'gdpo_jax.policy.policy',
-    'PolicyConfig': 'gdpo_jax.policy.config',
-    'make_policy': 'gdpo_jax.policy.policy',
+  'Batch': 'gdpo_jax.types',
+  'Prompts': 'gdpo_jax.types',
+  'Rollout': 'gdpo_jax.types',
+  'TrainState': 'gdpo_jax.types',
+  'Reward': 'gdpo_jax.rewards.pipeline',
+  'Scores': 'gdpo_jax.rewards.pipeline',
+  'score': 'gdpo_jax.rewards.pipeline',
+  'Sampling': 'gdpo_jax.sampler',
+  'generate': 'gdpo_jax.sampler',
+  'Policy': 'gdpo_jax.policy.policy',
+  'PolicyConfig': 'gdpo_jax.policy.config',
+  'make_policy': 'gdpo_jax.policy.policy',
 }
 _MODULES = ('objectives', 'policy', 'rewards', 'tasks', 'train')
 

@@ -8,11 +8,11 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=4')
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 _CACHE = pathlib.Path(
-    os.environ.get('XDG_CACHE_HOME', pathlib.Path.home() / '.cache')
+  os.environ.get('XDG_CACHE_HOME', pathlib.Path.home() / '.cache')
 )
 jax.config.update('jax_compilation_cache_dir', str(_CACHE / 'gdpo_jax' / 'xla'))
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
@@ -20,7 +20,7 @@ jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
 
 def pytest_addoption(parser):
   parser.addoption(
-      '--slow', action='store_true', help='run the tests marked slow as well'
+    '--slow', action='store_true', help='run the tests marked slow as well'
   )
 
 
