@@ -13,6 +13,7 @@ The residual stream, the norms, attention and the softmax are float32; `dtype`
 is that of the inputs of the dense products (None: as the weights are stored).
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gdpo_jax.policy.config import PolicyConfig
-from gdpo_jax.policy.products import dense
+from gdpo_jax.policy.products import dense, project
 from gdpo_jax.types import Array
 
 # Finite, so that no softmax ever meets -inf minus -inf.
@@ -73,7 +74,7 @@ class Groups:
   group_size: int = flax.struct.field(pytree_node=False, default=0)
 
   def attend(self, q: Array, k: Array, v: Array):
-    """Returns f32[P, S, H * HD] and the prompts' (k, v), each [P, KV, C, HD].
+    """f32[P, S, H * HD], and the start of a cache: the prompts' (k, v).
 
     Args:
       q: f32[P, S, H, HD], already scaled.
@@ -93,35 +94,35 @@ class Groups:
         qs, ks, vs, _causal(ks.shape[-2]), (*prompt, self.mask)
       )
       out = jnp.concatenate([out, _merge_heads(answers)], axis=1)
-    return out, prompt
+    return out, (prompt[0].swapaxes(2, 3), prompt[1])
 
 
 @flax.struct.dataclass
 class Slots:
   """One new token for each of B rows, against a cache of S slots."""
 
-  k: Array  # [B, KV, S, HD]
+  k: Array  # [B, KV, HD, S]
   v: Array  # [B, KV, S, HD]
   mask: Array  # bool[B, S], True on slots in use, the new one among them
   slot: Array  # i32[], where the new token goes
 
   def attend(self, q, k, v):
     """q f32[B, 1, H, HD] -> f32[B, 1, H * HD], and (k, v) with the new token."""
-    batch, kv_heads, _, head_dim = self.k.shape
-    start = (0, 0, self.slot, 0)
-    k, v = (
-      jax.lax.dynamic_update_slice(
-        cache,
-        x.reshape(batch, kv_heads, 1, head_dim).astype(cache.dtype),
-        start,
-      )
-      for cache, x in ((self.k, k), (self.v, v))
-    )
+    batch, kv_heads, head_dim, _ = self.k.shape
+    k, v = (x.reshape(batch, kv_heads, head_dim) for x in (k, v))
+    k = _put(self.k, k[:, :, :, None], (0, 0, 0, self.slot))
+    v = _put(self.v, v[:, :, None, :], (0, 0, self.slot, 0))
     q = q.reshape(batch, kv_heads, -1, head_dim)
-    scores = jnp.einsum('bkrd,bksd->bkrs', q, k)
+    scores = jnp.einsum('bkrd,bkds->bkrs', q, k)
     scores = jnp.where(self.mask[:, None, None, :], scores, MASKED)
-    out = jnp.einsum('bkrs,bksd->bkrd', jax.nn.softmax(scores), v)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = jnp.einsum('bkrs,bksd->bkrd', weights, v)
+    out /= weights.sum(axis=-1, keepdims=True)
     return out.reshape(batch, 1, -1), (k, v)
+
+
+def _put(cache, new, start):
+  return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), start)
 
 
 def _causal(length):
@@ -187,17 +188,22 @@ class RMSNorm(nn.Module):
 
 
 class Dense(nn.Module):
-  """x @ kernel (+ bias)."""
+  """x @ kernel (+ bias); the kernel of a rollout is stored transposed."""
 
   features: int
   dtype: Any = None
   use_bias: bool = False
+  rollout: bool = False
 
   @nn.compact
   def __call__(self, x):
     shape = (x.shape[-1], self.features)
+    shape = shape[::-1] if self.rollout else shape
     kernel = self.param('kernel', nn.initializers.normal(0.02), shape)
-    y = checkpoint_name(dense(x, kernel, self.dtype), 'dense')
+    if self.rollout:
+      y = project(x, kernel)
+    else:
+      y = checkpoint_name(dense(x, kernel, self.dtype), 'dense')
     if self.use_bias:
       y += self.param('bias', nn.initializers.zeros, (self.features,))
     return y
@@ -206,51 +212,57 @@ class Dense(nn.Module):
 class Attention(nn.Module):
   """Grouped-query attention with rotary positions, bias and q/k norm by config.
 
-  `fused` reads one kernel 'qkv' in place of three, as rollout weights have it.
+  `rollout`: q, k and v are one kernel, 'qkv'.
   """
 
   config: PolicyConfig
   dtype: Any = None
-  fused: bool = False
+  rollout: bool = False
 
   @nn.compact
   def __call__(self, x, rope, context):
     c = self.config
+    dense = functools.partial(Dense, dtype=self.dtype, rollout=self.rollout)
     heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
     widths = [n * c.head_dim for n in heads]
-    names = {'qkv': sum(widths)} if self.fused else dict(zip('qkv', widths))
-    qkv = [
-      Dense(n, self.dtype, c.qkv_bias, name=name)(x)
-      for name, n in names.items()
-    ]
-    if self.fused:
-      qkv = jnp.split(qkv[0], (widths[0], widths[0] + widths[1]), axis=-1)
+    if self.rollout:
+      qkv = dense(sum(widths), use_bias=c.qkv_bias, name='qkv')(x)
+      qkv = jnp.split(qkv, (widths[0], widths[0] + widths[1]), axis=-1)
+    else:
+      qkv = [
+        dense(width, use_bias=c.qkv_bias, name=name)(x)
+        for name, width in zip('qkv', widths)
+      ]
     q, k, v = (y.reshape(*y.shape[:-1], -1, c.head_dim) for y in qkv)
     if c.qk_norm:
       q = RMSNorm(c.norm_eps, name='q_norm')(q)
       k = RMSNorm(c.norm_eps, name='k_norm')(k)
     q, k = _rotate(q, rope) * c.head_dim**-0.5, _rotate(k, rope)
     out, kv = context.attend(q, k, v)
-    return Dense(c.width, self.dtype, name='o')(out), kv
+    return dense(c.width, name='o')(out), kv
 
 
 class MLP(nn.Module):
-  """down(silu(gate(x)) * up(x)), arXiv:2002.05202; `fused` as in Attention."""
+  """down(silu(gate(x)) * up(x)), arXiv:2002.05202.
+
+  `rollout`: gate and up are one kernel, 'gate_up'.
+  """
 
   config: PolicyConfig
   dtype: Any = None
-  fused: bool = False
+  rollout: bool = False
 
   @nn.compact
   def __call__(self, x):
     c = self.config
-    if self.fused:
-      both = Dense(2 * c.mlp_width, self.dtype, name='gate_up')(x)
+    dense = functools.partial(Dense, dtype=self.dtype, rollout=self.rollout)
+    if self.rollout:
+      both = dense(2 * c.mlp_width, name='gate_up')(x)
       gate, up = jnp.split(both, 2, axis=-1)
     else:
-      gate = Dense(c.mlp_width, self.dtype, name='gate')(x)
-      up = Dense(c.mlp_width, self.dtype, name='up')(x)
-    return Dense(c.width, self.dtype, name='down')(nn.silu(gate) * up)
+      gate = dense(c.mlp_width, name='gate')(x)
+      up = dense(c.mlp_width, name='up')(x)
+    return dense(c.width, name='down')(nn.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -258,17 +270,16 @@ class Block(nn.Module):
 
   config: PolicyConfig
   dtype: Any = None
-  fused: bool = False
+  rollout: bool = False
 
   @nn.compact
   def __call__(self, x, rope, context):
-    c = self.config
-    y = RMSNorm(c.norm_eps, name='attn_norm')(x)
-    attention = Attention(c, self.dtype, self.fused, name='attn')
-    y, kv = attention(y, rope, context)
+    options = (self.config, self.dtype, self.rollout)
+    y = RMSNorm(self.config.norm_eps, name='attn_norm')(x)
+    y, kv = Attention(*options, name='attn')(y, rope, context)
     x = x + y
-    y = RMSNorm(c.norm_eps, name='mlp_norm')(x)
-    return x + MLP(c, self.dtype, self.fused, name='mlp')(y), kv
+    y = RMSNorm(self.config.norm_eps, name='mlp_norm')(x)
+    return x + MLP(*options, name='mlp')(y), kv
 
 
 class Table(nn.Module):

@@ -1,8 +1,9 @@
 """Matrix products whose inputs are rounded, and whose sums are not.
 
-`multiply` is the one product of the package: inputs in `dtype`, sums and result
-in float32. `dense` makes a layer of it whose backward products are rounded in
-the same way (plain autodiff would multiply float32 cotangents).
+multiply  two matrices: inputs in `dtype`, sums and result in float32
+dense     a layer of it, whose backward products are rounded in the same way
+          (plain autodiff would multiply float32 cotangents)
+project   the same for a few rows, with the weight stored the other way round
 """
 
 import functools
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from gdpo_jax.types import Array
+
+# From here on the work on the rows outweighs the copy of the weight.
+MANY_ROWS = 256
 
 
 def multiply(
@@ -94,3 +98,23 @@ def _dense_bwd(dtype, residual, g):
 
 
 dense.defvjp(_dense_fwd, _dense_bwd)
+
+
+def project(x: Array, w: Array) -> Array:
+  """f32[..., B] = x f32[..., A] times w [B, A] transposed, in the dtype of w.
+
+  For a rollout, where x has few rows and the cost is reading w: XLA:CPU copies
+  the right side of a product into another layout first, but not the left one
+  (32 rows x 576 x 3072: 0.7 ms against 1.1 on one core).
+  """
+  rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
+  y = jax.lax.platform_dependent(
+    rows, w, cpu=_project_cpu, default=functools.partial(_dot, contract=(1, 1))
+  )
+  return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _project_cpu(x, w):
+  if x.shape[0] > MANY_ROWS:
+    return _row_major(_dot(_row_major(x), w, (1, 1)))
+  return _row_major(_dot(w, _row_major(x.T), (1, 0))).T

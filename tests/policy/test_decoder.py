@@ -177,11 +177,13 @@ def test_contexts_agree_on_the_last_token():
   k, v = (jax.random.normal(key, (1, 6, 2, 8)) for key in keys[1:])
   mask = jnp.array([[False, True, True, True]])
   grouped, prompt = jax.jit(Groups.attend)(Groups(mask, 1), q, k, v)
+  np.testing.assert_array_equal(prompt[0], k[:, :4].transpose(0, 2, 3, 1))
+  np.testing.assert_array_equal(prompt[1], v[:, :4].transpose(0, 2, 1, 3))
+  two, none = (0, 2), (0, 0)
   cache = [
-    jnp.pad(x[:, :, :4], ((0, 0), (0, 0), (0, 2), (0, 0)))
-    for x in (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    jnp.pad(prompt[0], (none, none, none, two)),
+    jnp.pad(prompt[1], (none, none, two, none)),
   ]
-  np.testing.assert_array_equal(prompt[0], cache[0][:, :, :4])
   for slot in (4, 5):
     seen = jnp.array([[False, True, True, True, True, slot == 5]])
     out, cache = jax.jit(Slots.attend)(
