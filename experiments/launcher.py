@@ -1,0 +1,237 @@
+"""What the launchers share: config -> model, task, settings -> run -> table.
+
+The only place where `ml_collections` and `absl` meet the library. A config is
+one flat, locked `ConfigDict`: every field of `train.settings.Settings`, then
+the experiment's own (model, task, warm start).
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+import rich.console
+
+from gdpo_jax import sampler, sharding
+from gdpo_jax.policy import gguf, hf, weights
+from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.policy.policy import make_policy
+from gdpo_jax.policy.tokenizer import Tokenizer
+from gdpo_jax.tasks.base import Task
+from gdpo_jax.train import loop, metrics, report, state, step, warm_start
+from gdpo_jax.train.settings import Settings
+from gdpo_jax.types import Batch, Rollout, TrainState
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
+
+
+class Model(NamedTuple):
+  config: PolicyConfig
+  params: Any
+  tokenizer: Tokenizer
+
+
+def use_compilation_cache() -> None:
+  """Compiled programs are kept between runs, so that the second starts fast."""
+  root = os.environ.get('XDG_CACHE_HOME', pathlib.Path.home() / '.cache')
+  jax.config.update(
+    'jax_compilation_cache_dir', str(pathlib.Path(root) / 'gdpo_jax' / 'xla')
+  )
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+
+
+def settings_of(config: ml_collections.ConfigDict) -> Settings:
+  """The library's part of a config, resolved and checked."""
+  return Settings(**{name: config[name] for name in SETTINGS}).resolve()
+
+
+def load_model(name: str) -> Model:
+  """A known name, a GGUF file, or a directory or id in the hub's format."""
+  path = weights.path_or_fetch(name)
+  if path.is_file():
+    return Model(*gguf.load(path))
+  config, params = hf.load(path)
+  return Model(config, params, Tokenizer.from_hf(path))
+
+
+def policy_of(config: PolicyConfig, settings: Settings):
+  return make_policy(
+    config, compute_dtype=settings.compute_dtype, remat=settings.remat
+  )
+
+
+def run(
+  model: Model,
+  task: Task,
+  settings: Settings,
+  config: ml_collections.ConfigDict,
+  directory: pathlib.Path,
+) -> loop.Result:
+  """Warm start where asked, train, then the table, the curves, the answers."""
+  console = rich.console.Console()
+  directory.mkdir(parents=True, exist_ok=True)
+  (directory / 'config.json').write_text(config.to_json(indent=2))
+  policy = policy_of(model.config, settings)
+  params = model.params
+  if config.warm_start_updates:
+    params = _warm_started(policy, model, task, settings, config, directory)
+  result = loop.train(
+    policy,
+    params,
+    model.tokenizer,
+    task,
+    settings,
+    directory,
+    heldout=task.heldout[: config.heldout],
+    eval_batch_size=config.eval_batch_size,
+  )
+  names = [reward.name for reward in task.rewards]
+  report.curves(result.history, names, directory / 'curves.png')
+  if result.final is not None:
+    _write_answers(result.final, directory / 'heldout.jsonl')
+  console.print(report.table(result.history, names))
+  console.print(f'run directory: {directory}', soft_wrap=True)
+  return result
+
+
+def _warm_started(policy, model, task, settings, config, directory):
+  """Supervised start, kept beside the run so that a restart does not repeat it."""
+  kept = directory / 'warm_start'
+  if kept.exists():
+    return hf.load(kept)[1]
+  mesh = sharding.make_mesh(
+    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+  )
+
+  def batches() -> Iterator[list[tuple[Any, str]]]:
+    rng = np.random.default_rng((settings.seed, 1))
+    while True:
+      yield task.demonstrate(int(rng.integers(2**31)), config.warm_start_batch)
+
+  params = warm_start.warm_start(
+    policy,
+    model.params,
+    batches(),
+    model.tokenizer,
+    settings,
+    mesh,
+    num_updates=config.warm_start_updates,
+    learning_rate=config.warm_start_rate,
+    report=lambda i, loss: print(
+      f'warm start {i}/{config.warm_start_updates}  {loss:.3f} nats/token',
+      flush=True,
+    ),
+  )
+  partial = directory / 'warm_start.partial'
+  hf.save(partial, model.config, params, dtype='float32')
+  partial.rename(kept)
+  return params
+
+
+def _write_answers(evaluation, path: pathlib.Path) -> None:
+  with path.open('w', encoding='utf-8') as file:
+    for i, text in enumerate(evaluation.texts):
+      record = {
+        'prompt': evaluation.examples[i]['prompt'],
+        'completion': text,
+        'tokens': int(evaluation.lengths[i]),
+        'rewards': {
+          n: None if np.isnan(v) else float(v)
+          for n, v in zip(evaluation.names, evaluation.values[i])
+        },
+      }
+      file.write(json.dumps(record, ensure_ascii=False) + '\n')
+
+
+def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
+  """Builds the whole step abstractly: no weights, no memory, no accelerator.
+
+  Sampler, log-probs and optimizer step are traced for the settings' own
+  shapes on a mesh of this machine's devices; returns sizes in GiB (whole job,
+  not per device).
+  """
+  policy = policy_of(config, settings)
+  optimizer = state.make_optimizer(settings)
+  mesh = sharding.make_mesh(
+    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+  )
+  params = jax.eval_shape(policy.init, jax.random.key(0))
+  sharding.shardings(mesh, params)
+  train_state = jax.eval_shape(
+    lambda p: TrainState(
+      step=np.int32(0),
+      updates=np.int32(0),
+      params=p,
+      opt=optimizer.init(p),
+      controllers={},
+      key=jax.random.key(0),
+    ),
+    params,
+  )
+  rows = settings.prompts_per_update * settings.group_size
+  batch = abstract_batch(settings, rows)
+  jax.eval_shape(
+    step.make_train_step(policy, optimizer, settings, mesh), train_state, batch
+  )
+  sampler.trace(policy, params, settings)
+
+  def gib(tree):
+    leaves = jax.tree.leaves(tree)
+    return (
+      sum(
+        x.size * x.dtype.itemsize
+        for x in leaves
+        if hasattr(x.dtype, 'itemsize')
+      )
+      / 2**30
+    )
+
+  cache = (
+    2
+    * config.num_layers
+    * config.num_kv_heads
+    * config.head_dim
+    * settings.prompts_per_step
+    * settings.group_size
+    * (settings.max_prompt_tokens + settings.max_new_tokens)
+    * 4
+    / 2**30
+  )
+  return {
+    'parameters, millions': config.num_params / 1e6,
+    'parameters, GiB': gib(params),
+    'optimizer, GiB': gib(train_state.opt),
+    'cache of a rollout, GiB': cache,
+    'rows of a rollout': settings.prompts_per_step * settings.group_size,
+    'updates per rollout': settings.updates_per_step,
+  }
+
+
+def abstract_batch(settings: Settings, rows: int) -> Batch:
+  """Shapes of one mini-batch."""
+  prompt, new = settings.max_prompt_tokens, settings.max_new_tokens
+
+  def array(*shape, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  logp = array(rows, new)
+  return Batch(
+    rollout=Rollout(
+      prompt=array(rows, prompt, dtype='int32'),
+      prompt_mask=array(rows, prompt, dtype='bool'),
+      tokens=array(rows, new, dtype='int32'),
+      mask=array(rows, new, dtype='bool'),
+      logp=logp,
+      ended=array(rows, dtype='bool'),
+    ),
+    advantages=array(rows),
+    old_logp=logp,
+    ref_logp=logp if settings.kl_coef else None,
+    row_valid=array(rows, dtype='bool'),
+  )
