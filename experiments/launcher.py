@@ -7,24 +7,23 @@ the experiment's own (model, task, warm start).
 
 import dataclasses
 import json
-import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import ml_collections
 import numpy as np
 import rich.console
-
-from gdpo_jax import sampler, sharding
-from gdpo_jax.policy import gguf, hf, weights
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import Tokenizer
 from gdpo_jax.tasks.base import Task
-from gdpo_jax.train import loop, metrics, report, state, step, warm_start
+
+from gdpo_jax import sampler, sharding
+from gdpo_jax.policy import gguf, hf, weights
+from gdpo_jax.train import loop, report, state, step, warm_start
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Rollout, TrainState
 

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
+
 from gdpo_jax.types import Batch, Rollout
 
 GROUP = 4
