@@ -1,0 +1,152 @@
+"""What every aggregator shares: checks, group statistics, the batch step.
+
+  rewards f32[P, G, K] --group_normalize--> z-scores f32[P, G, K]
+  either, weighted --weighted_sum--> Combined [P, G] --batch_step--> f32[P, G]
+
+Groups are an axis of the array and never split. Statistics over the batch are
+over all P; inside `shard_map`, `axis_name` names the axis that shards P.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gdpo_jax.objectives import masked
+from gdpo_jax.types import Array
+
+
+def prepare(
+  rewards: Array, valid: Array | None, weights: Array | None = None
+) -> tuple[Array, Array, Array]:
+  """Checked float32 arrays through which no gradient flows; 0 where missing.
+
+  NaN and inf count as missing whatever `valid` says; `valid=None` says nothing,
+  `weights=None` weighs every reward 1.
+  """
+  rewards = jax.lax.stop_gradient(jnp.asarray(rewards, jnp.float32))
+  if rewards.ndim != 3:
+    raise ValueError(
+      'rewards must be [prompts, samples per prompt, rewards], got shape '
+      f'{rewards.shape}; reshape [N, K] to [P, G, K] with N = P * G.'
+    )
+  if weights is None:
+    weights = jnp.ones(rewards.shape[-1])
+  weights = jax.lax.stop_gradient(jnp.asarray(weights, jnp.float32))
+  if weights.shape != rewards.shape[-1:]:
+    raise ValueError(
+      f'got {weights.size} weights (shape {weights.shape}) for '
+      f'{rewards.shape[-1]} rewards; give each reward exactly one weight.'
+    )
+  exists = jnp.isfinite(rewards)
+  if valid is not None:
+    valid = jnp.asarray(valid, bool)
+    if valid.shape != rewards.shape:
+      raise ValueError(
+        f'valid has shape {valid.shape}, rewards {rewards.shape}; they must '
+        'be equal.'
+      )
+    exists &= valid
+  return jnp.where(exists, rewards, 0.0), exists, weights
+
+
+def group_normalize(
+  rewards: Array, valid: Array, *, eps: float = 1e-4, ddof: int = 1
+) -> Array:
+  """Z-score of every reward inside its group: f32[P, G, K].
+
+  0 where missing, where the group is constant, and where it has one value.
+  """
+  rewards, valid, _ = prepare(rewards, valid)
+  group = masked.moments(rewards, valid, axis=1, ddof=ddof)
+  return masked.safe_divide(group.centred, group.std + eps)
+
+
+class Combined(NamedTuple):
+  """One value per row, made of several rewards."""
+
+  values: Array  # f32[P, G], 0 where not valid
+  terms: Array  # f32[P, G], sum of the absolute terms: the scale of rounding
+  valid: Array  # bool[P, G]
+
+
+def scored(valid: Array, weights: Array) -> Array:
+  """bool[P, G]: rows that at least one reward of weight other than 0 scored."""
+  return jnp.any(valid & (weights != 0), axis=-1)
+
+
+def weighted_sum(
+  x: Array, valid: Array, weights: Array, renormalize: bool = False
+) -> Combined:
+  """`sum_k w_k x_k` over what exists; `renormalize` divides by `sum_k |w_k|`.
+
+  Not an einsum: accelerators round the inputs of a matrix product to bfloat16.
+  """
+  parts = jnp.where(valid, x * weights, 0.0)
+  values, terms = jnp.sum(parts, axis=-1), jnp.sum(jnp.abs(parts), axis=-1)
+  if renormalize:
+    present = jnp.sum(jnp.where(valid, jnp.abs(weights), 0.0), axis=-1)
+    values = masked.safe_divide(values, present)
+    terms = masked.safe_divide(terms, present)
+  return Combined(values, terms, scored(valid, weights))
+
+
+def within_group(combined: Combined, ddof: int = 1) -> masked.Moments:
+  """Moments over the group; a group that cancels is exactly constant."""
+  values, terms, valid = combined
+  return masked.moments(values, valid, axis=1, ddof=ddof, terms=terms)
+
+
+def over_batch(
+  combined: Combined, ddof=1, mask=None, axis_name=None
+) -> masked.Moments:
+  """Moments over all rows, or over all tokens where a `mask` is given."""
+  values, terms, valid = combined
+  tokens = None
+  if mask is not None:
+    tokens = jnp.sum(mask.reshape(*values.shape, -1), axis=-1)
+    valid = valid & (tokens > 0)
+  return masked.moments(
+    values,
+    valid,
+    axis=(0, 1),
+    ddof=ddof,
+    repeats=tokens,
+    terms=terms,
+    axis_name=axis_name,
+  )
+
+
+def batch_step(
+  combined: Combined,
+  whiten: str,
+  eps: float,
+  ddof: int,
+  mask: Array | None = None,
+  axis_name: str | None = None,
+) -> Array:
+  """`(a - mean a) / (std a + eps)` over the batch; 0 for rows that do not count.
+
+  Where groups are centred, the mean over sequences is 0 but for rounding; it is
+  then taken as 0, so that a group without signal stays at exactly 0.
+  """
+  if whiten == 'none':
+    return jnp.where(combined.valid, combined.values, 0.0)
+  if whiten == 'sequence':
+    mask = None
+  elif whiten != 'token':
+    raise ValueError(
+      f"whiten must be 'none', 'sequence' or 'token', got {whiten!r}."
+    )
+  elif mask is None:
+    raise ValueError("whiten='token' needs the completion mask: pass mask=...")
+  batch = over_batch(combined, ddof, mask, axis_name)
+  scale = jnp.max(combined.terms)
+  if axis_name is not None:
+    scale = jax.lax.pmax(scale, axis_name)
+  centred = jnp.where(
+    masked.negligible(batch.mean, scale) & (batch.centred != 0),
+    combined.values,
+    batch.centred,
+  )
+  return masked.safe_divide(centred, batch.std + eps)
