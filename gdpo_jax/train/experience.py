@@ -9,7 +9,6 @@ Groups are dropped whole or kept whole, so [P, G] survives every step.
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gdpo_jax import sampler, sharding
@@ -20,10 +19,6 @@ from gdpo_jax.tasks.base import PromptIterator
 from gdpo_jax.train.metrics import Timer
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
-
-# The batch step takes off a mean that is 0 but for rounding; what it leaves on
-# a group without signal is no signal, and exactly 0 lets the group be skipped.
-_RESIDUE = 1e-6
 
 
 class Groups(NamedTuple):
@@ -91,7 +86,7 @@ def score_rollout(
 def combine(settings: Settings, rewards, valid, weights, mask):
   """f32[P, G] by the chosen aggregator; one trace for a whole run."""
   aggregate = adv.ADVANTAGES.get(settings.advantage, settings.advantage)
-  values = aggregate(
+  return aggregate(
     rewards,
     valid,
     weights,
@@ -100,7 +95,6 @@ def combine(settings: Settings, rewards, valid, weights, mask):
     whiten=settings.whiten,
     mask=mask,
   )
-  return jnp.where(jnp.abs(values) < _RESIDUE, 0.0, values)
 
 
 class Collector:

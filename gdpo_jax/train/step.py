@@ -47,12 +47,11 @@ def loss_denominator(settings: Settings, mask: Array) -> Array:
 def make_loss(policy, settings: Settings) -> Callable:
   """`(params, batch, denominator) -> (f32[], Metrics)`, a sum over the rows."""
   policy_loss = losses.LOSSES.get(settings.policy_loss, settings.policy_loss)
-  estimator = kl.ESTIMATORS[settings.kl_estimator]
   clip = {
     'clip_low': settings.clip_low,
     'clip_high': settings.clip_high,
+    'dual_clip': settings.dual_clip,
   }
-  extra = {'dual_clip': settings.dual_clip} if settings.dual_clip else {}
 
   def loss_fn(params, batch: Batch, denominator):
     mask = row_mask(batch)
@@ -62,35 +61,24 @@ def make_loss(policy, settings: Settings) -> Callable:
       group_size=settings.group_size,
       temperature=settings.temperature,
     )
-    loss = policy_loss(
-      logp, batch.old_logp, batch.advantages, mask, denominator, **clip, **extra
-    )
-    tokens = jnp.sum(mask, dtype=jnp.float32)
-
-    def token_mean(x):
-      return Mean(jnp.sum(jnp.where(mask, x, 0.0)), tokens)
-
+    surrogate = (logp, batch.old_logp, batch.advantages, mask)
+    loss = policy_loss(*surrogate, denominator, **clip)
     metrics = {
-      'entropy': token_mean(jax.lax.stop_gradient(entropy)),
-      'sampler_mismatch': token_mean(
-        jnp.abs(jax.lax.stop_gradient(logp) - batch.old_logp)
-      ),
-      **losses.clip_fractions(
-        jax.lax.stop_gradient(logp),
-        batch.old_logp,
-        batch.advantages,
-        mask,
-        **clip,
-      ),
+      'entropy': Mean.of(entropy, mask),
+      'sampler_mismatch': Mean.of(jnp.abs(logp - batch.old_logp), mask),
     }
+    for name, share in losses.clip_fractions(*surrogate, **clip).items():
+      metrics[f'clip_ratio/{name}_mean'] = share
     if batch.ref_logp is not None:
-      divergence = jnp.where(mask, estimator(logp, batch.ref_logp), 0.0)
-      loss += settings.kl_coef * jnp.sum(divergence / denominator)
-      metrics['kl'] = token_mean(jax.lax.stop_gradient(divergence))
+      loss += settings.kl_coef * kl.kl_loss(
+        logp, batch.ref_logp, mask, denominator, settings.kl_estimator
+      )
+      metrics['kl'] = Mean.of(kl.k3(logp, batch.ref_logp), mask)
     if settings.entropy_coef:
-      bonus = jnp.where(mask, entropy, 0.0) / denominator
-      loss -= settings.entropy_coef * jnp.sum(bonus)
-    return loss, metrics
+      loss += losses.entropy_bonus(
+        entropy, mask, denominator, settings.entropy_coef
+      )
+    return loss, jax.lax.stop_gradient(metrics)
 
   return loss_fn
 
