@@ -88,9 +88,9 @@ def train(
   )
   optimizer = state_lib.make_optimizer(settings)
   state = state_lib.init_state(params, optimizer, settings.seed, mesh)
-  ref_params = state.params if settings.kl_coef else None
-  if ref_params is not None:  # the state is donated, the reference is not
-    ref_params = jax.tree.map(lambda x: x.copy(), ref_params)
+  ref_params = None
+  if settings.kl_coef:
+    ref_params = jax.device_put(params, sharding.shardings(mesh, params))
   train_step = make_train_step(policy, optimizer, settings, mesh)
 
   with contextlib.ExitStack() as stack:

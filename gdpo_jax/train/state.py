@@ -56,24 +56,17 @@ def learning_rate(opt_state: Any) -> jax.Array:
   return hyper['learning_rate'] * hyper['factor']
 
 
-def init_state(
-  params: Any, optimizer: optax.GradientTransformation, seed: int, mesh
+def abstract_state(
+  policy, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  """Places `params` on the mesh and starts the optimizer beside them."""
-  params = jax.device_put(params, sharding.shardings(mesh, params))
-  opt_shape = jax.eval_shape(optimizer.init, params)
-  opt = jax.jit(
-    optimizer.init, out_shardings=sharding.shardings(mesh, opt_shape)
-  )(params)
-  whole = sharding.replicated(mesh)
-  return TrainState(
-    step=jax.device_put(jnp.int32(0), whole),
-    updates=jax.device_put(jnp.int32(0), whole),
-    params=params,
-    opt=opt,
-    controllers={},
-    key=jax.device_put(jax.random.key(seed), whole),
-  )
+  """Shapes and dtypes of the state; nothing is computed."""
+
+  def init(key):
+    params = policy.init(key)
+    zero = jnp.int32(0)
+    return TrainState(zero, zero, params, optimizer.init(params), {}, key)
+
+  return jax.eval_shape(init, jax.random.key(0))
 
 
 def state_shardings(mesh, state: TrainState) -> TrainState:
@@ -87,3 +80,24 @@ def state_shardings(mesh, state: TrainState) -> TrainState:
     controllers=jax.tree.map(lambda _: whole, state.controllers),
     key=whole,
   )
+
+
+def init_state(
+  params: Any, optimizer: optax.GradientTransformation, seed: int, mesh
+) -> TrainState:
+  """Places a copy of `params` on the mesh and starts the optimizer beside it.
+
+  A copy, because a training step donates the state that it is given.
+  """
+  placed = sharding.shardings(mesh, params)
+  params = jax.jit(
+    lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=placed
+  )(params)
+  opt_shape = jax.eval_shape(optimizer.init, params)
+  opt = jax.jit(
+    optimizer.init, out_shardings=sharding.shardings(mesh, opt_shape)
+  )(params)
+  # two buffers: a buffer that is there twice could not be donated
+  step, updates = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+  state = TrainState(step, updates, params, opt, {}, jax.random.key(seed))
+  return jax.device_put(state, state_shardings(mesh, state))

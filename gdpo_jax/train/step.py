@@ -160,4 +160,14 @@ def make_train_step(
     )
     return new, metrics
 
-  return jax.jit(train_step, donate_argnums=0)
+  # Pinned at the boundary, so that the state comes out as it went in and the
+  # second step finds the program of the first.
+  placed = state_lib.state_shardings(
+    mesh, state_lib.abstract_state(policy, optimizer)
+  )
+  return jax.jit(
+    train_step,
+    in_shardings=(placed, sharding.rows(mesh)),
+    out_shardings=(placed, sharding.replicated(mesh)),
+    donate_argnums=0,
+  )

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
-
 from gdpo_jax.types import Batch, Rollout
 
 GROUP = 4
@@ -58,6 +58,7 @@ def batch(policy, params):
   )
   advantages = rng.standard_normal(n).astype(np.float32)
   advantages[3 * GROUP : 4 * GROUP] = 0
+  rollout = jax.tree.map(jax.numpy.asarray, rollout)
   logp, _ = policy.log_probs(params, rollout, group_size=GROUP)
   noise = 0.1 * rng.standard_normal((n, tc)).astype(np.float32)
   old = np.where(mask, np.asarray(logp) + noise, 0).astype(np.float32)

@@ -37,7 +37,7 @@ def settings(**changes):
 def run(policy, params, batch, s, mesh=None, optimizer=None, times=1):
   mesh = mesh or sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
   optimizer = optimizer or plain_sgd()
-  state = init_state(jax.tree.map(jnp.array, params), optimizer, 0, mesh)
+  state = init_state(params, optimizer, 0, mesh)
   fn = step.make_train_step(policy, optimizer, s, mesh)
   for _ in range(times):
     state, out = fn(state, batch)
@@ -70,9 +70,9 @@ def test_micro_batches_add_up(policy, params, batch, denominator, coefs):
     state, row = run(policy, params, batch, s)
     assert_close(gradient(params, state), gradient(params, expected))
     assert row['loss'] == pytest.approx(expected_row['loss'], rel=1e-4)
-    assert row['sampler_mismatch'] == pytest.approx(
-      expected_row['sampler_mismatch'], rel=1e-4
-    )
+    if coefs:  # else group 3 is skipped, and leaves the means of metrics
+      for name in ('kl', 'entropy', 'sampler_mismatch', 'clip_ratio/low_mean'):
+        assert row[name] == pytest.approx(expected_row[name], rel=1e-4), name
 
 
 def test_gradient_is_that_of_the_written_out_loss(policy, params, batch):
