@@ -229,7 +229,13 @@ def make_policy(
     return logits, Cache(k, v, mask)
 
   return Policy(
-    config, init, logits, log_probs, rollout_params, prefill, decode
+    config,
+    jax.jit(init),
+    jax.jit(logits),
+    jax.jit(log_probs, static_argnames='group_size'),
+    jax.jit(rollout_params, static_argnames='dtype'),
+    jax.jit(prefill),
+    jax.jit(decode),
   )
 
 
