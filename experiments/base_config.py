@@ -23,7 +23,10 @@ def base_config() -> ml_collections.ConfigDict:
       kinds = typing.get_args(hints[field.name])
       kind = next(k for k in kinds if k is not types.NoneType)
       config[field.name] = config_dict.placeholder(kind)
-  config.model = ''  # a known name, a GGUF file, a directory, a hub id
+  # A known name, a GGUF file, a directory or an id in the hub's format; 'bytes'
+  # is a byte-level model of `shape` with random weights.
+  config.model = 'smollm2-135m'
+  config.shape = ml_collections.ConfigDict()  # fields of PolicyConfig
   config.heldout = 200  # held-out problems in each evaluation
   config.eval_batch_size = 64  # rows answered at once
   config.warm_start_updates = 0  # supervised updates before the first step

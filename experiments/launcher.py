@@ -9,31 +9,28 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 import rich.console
-from gdpo_jax.policy.config import PolicyConfig
-from gdpo_jax.policy.policy import make_policy
-from gdpo_jax.policy.tokenizer import Tokenizer
+from absl import app
 from gdpo_jax.tasks.base import Task
 
 from gdpo_jax import sampler, sharding
-from gdpo_jax.policy import gguf, hf, weights
+from gdpo_jax.policy import hf, weights
+from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.policy.hf import Pretrained
+from gdpo_jax.policy.policy import make_policy
+from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.train import loop, report, state, step, warm_start
 from gdpo_jax.train.settings import Settings
-from gdpo_jax.types import Batch, Rollout, TrainState
+from gdpo_jax.types import Batch, Prompts, Rollout
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
-
-
-class Model(NamedTuple):
-  config: PolicyConfig
-  params: Any
-  tokenizer: Tokenizer
 
 
 def use_compilation_cache() -> None:
@@ -50,13 +47,22 @@ def settings_of(config: ml_collections.ConfigDict) -> Settings:
   return Settings(**{name: config[name] for name in SETTINGS}).resolve()
 
 
-def load_model(name: str) -> Model:
-  """A known name, a GGUF file, or a directory or id in the hub's format."""
-  path = weights.path_or_fetch(name)
-  if path.is_file():
-    return Model(*gguf.load(path))
-  config, params = hf.load(path)
-  return Model(config, params, Tokenizer.from_hf(path))
+def model_config(config: ml_collections.ConfigDict) -> PolicyConfig | None:
+  """The model's shape where the config states it (`config.shape`)."""
+  shape = config.shape.to_dict()
+  return PolicyConfig(**shape) if shape else None
+
+
+def load_model(config: ml_collections.ConfigDict) -> Pretrained:
+  """Pretrained weights, or a byte-level model of the config's shape."""
+  if config.model != 'bytes':
+    return weights.load(config.model)
+  tokenizer = byte_tokenizer()
+  shape = dataclasses.replace(
+    model_config(config), eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id
+  )
+  params = make_policy(shape).init(jax.random.key(config.seed))
+  return Pretrained(shape, params, tokenizer)
 
 
 def policy_of(config: PolicyConfig, settings: Settings):
@@ -66,7 +72,7 @@ def policy_of(config: PolicyConfig, settings: Settings):
 
 
 def run(
-  model: Model,
+  model: Pretrained,
   task: Task,
   settings: Settings,
   config: ml_collections.ConfigDict,
@@ -148,6 +154,45 @@ def _write_answers(evaluation, path: pathlib.Path) -> None:
       file.write(json.dumps(record, ensure_ascii=False) + '\n')
 
 
+def start(main: Callable[[list[str]], None]) -> None:
+  """`app.run`, in which a mistake of the user is a sentence, not a traceback."""
+
+  def guarded(argv):
+    try:
+      main(argv)
+    except ValueError as error:
+      if os.environ.get('GDPO_TRACEBACK'):
+        raise
+      print(f'error: {error}', file=sys.stderr)
+      sys.exit(2)
+
+  try:
+    app.run(guarded)
+  except AttributeError as error:
+    # a field that no config has; ml_collections names the nearest one
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(2)
+
+
+def main(
+  config: ml_collections.ConfigDict,
+  task_of: Callable[[ml_collections.ConfigDict], Task],
+  run_dir: str,
+  only_build: bool,
+) -> None:
+  """Checks everything that can be checked, then loads, then runs."""
+  settings = settings_of(config)
+  if only_build:
+    shape = model_config(config) or load_model(config).config
+    for name, value in dry_run(shape, settings).items():
+      print(f'{name:24s} {value:12.2f}')
+    return
+  use_compilation_cache()
+  task = task_of(config)
+  directory = pathlib.Path(run_dir or f'runs/{task.name}')
+  run(load_model(config), task, settings, config, directory)
+
+
 def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   """Builds the whole step abstractly: no weights, no memory, no accelerator.
 
@@ -161,35 +206,29 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
   )
   params = jax.eval_shape(policy.init, jax.random.key(0))
-  sharding.shardings(mesh, params)
-  train_state = jax.eval_shape(
-    lambda p: TrainState(
-      step=np.int32(0),
-      updates=np.int32(0),
-      params=p,
-      opt=optimizer.init(p),
-      controllers={},
-      key=jax.random.key(0),
-    ),
-    params,
-  )
+  train_state = state.abstract_state(policy, optimizer)
   rows = settings.prompts_per_update * settings.group_size
   batch = abstract_batch(settings, rows)
   jax.eval_shape(
     step.make_train_step(policy, optimizer, settings, mesh), train_state, batch
   )
-  sampler.trace(policy, params, settings)
+  sampling = sampler.Sampling(
+    settings.group_size, settings.max_new_tokens, settings.temperature
+  )
+  prompt = (settings.prompts_per_step, settings.max_prompt_tokens)
+  jax.eval_shape(
+    lambda params, tokens, mask, key: sampler.generate(
+      policy, params, Prompts(tokens, mask, []), key, sampling
+    ),
+    params,
+    jax.ShapeDtypeStruct(prompt, np.int32),
+    jax.ShapeDtypeStruct(prompt, np.bool_),
+    jax.random.key(0),
+  )
 
   def gib(tree):
     leaves = jax.tree.leaves(tree)
-    return (
-      sum(
-        x.size * x.dtype.itemsize
-        for x in leaves
-        if hasattr(x.dtype, 'itemsize')
-      )
-      / 2**30
-    )
+    return sum(x.size * x.dtype.itemsize for x in leaves) / 2**30
 
   cache = (
     2

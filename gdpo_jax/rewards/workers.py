@@ -63,11 +63,13 @@ class Worker:
     Raises:
       ValueError: the target refers to something that cannot be sent.
     """
-    self._setup = pickle.dumps({
-      'path': [entry for entry in sys.path if entry] + [os.getcwd()],
-      'memory_bytes': memory_bytes,
-      'target': _serialize(target),
-    })
+    self._setup = pickle.dumps(
+      {
+        'path': [entry for entry in sys.path if entry] + [os.getcwd()],
+        'memory_bytes': memory_bytes,
+        'target': _serialize(target),
+      }
+    )
     self._start()
 
   def call(self, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
@@ -169,7 +171,9 @@ def _serialize(target: Callable) -> bytes:
 
   inner = target
   while hasattr(inner, 'func'):  # functools.partial
-    inner = inner.args[0] if inner.args and callable(inner.args[0]) else inner.func
+    inner = (
+      inner.args[0] if inner.args and callable(inner.args[0]) else inner.func
+    )
   module = sys.modules.get(getattr(inner, '__module__', None) or '')
   errors = []
   for by_value in (True, False):

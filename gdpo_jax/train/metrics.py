@@ -189,13 +189,24 @@ class Writer:
       )
 
   def _append(self, name: str, record: Mapping[str, Any]) -> None:
-    file = self._files[name]
-    file.write(json.dumps(record, ensure_ascii=False, default=float) + '\n')
-    file.flush()
+    line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+    self._files[name].write(line + '\n')
+    self._files[name].flush()
 
   def close(self) -> None:
     for file in self._files.values():
       file.close()
+
+
+def _strict(value):
+  """JSON has no NaN: what is not finite is written as null."""
+  if isinstance(value, Mapping):
+    return {k: _strict(v) for k, v in value.items()}
+  if isinstance(value, np.generic):
+    value = value.item()
+  if isinstance(value, float) and not np.isfinite(value):
+    return None
+  return value
 
 
 def _cut_back(path: pathlib.Path, step: int) -> None:
