@@ -17,14 +17,19 @@ What holds for every function here:
   scored has advantage 0 and leaves the batch statistics: see `scored`.
 * A group of equal values gives exactly 0, and so does a group in which the
   rewards cancel, up to a few float32 roundings. Rewards (1,1,0) and (0,0,1)
-  with equal weights sum to the constant 1 and their z-scores to 0: two rewards
-  with a constant sum always cancel, in every method here, whatever is said of
-  this example elsewhere.
+  with equal weights sum to the constant 1, and their z-scores to 0: two rewards
+  with a constant sum cancel in GDPO as in GRPO. The text of the GDPO paper says
+  otherwise of this example; its formulas do not.
 * The group is an axis of the array and is never split; statistics over the
   batch are over all P. Under `jit` P may be sharded at will; inside `shard_map`
   each device holds whole groups, and `axis_name` names the axis that P is
   sharded over.
 * No gradient flows through an advantage.
+
+Equations are cited as in the papers; where only the authors' code or somebody
+else's account could be had, the docstring says so. The papers of MO-GRPO, DVAO,
+SA-MRPO and DDCA use ddof 0; the default here is 1 for all, so that two methods
+compared differ in the method alone.
 
 Shared keywords:
 
@@ -40,147 +45,55 @@ import jax.numpy as jnp
 
 from gdpo_jax.objectives import combine, masked
 from gdpo_jax.objectives.combine import group_normalize, scored
+from gdpo_jax.objectives.normalize_first import (
+  dara,
+  gd2po,
+  gdpo,
+  gdpo_clustered,
+  mo_grpo,
+  rvpo,
+  sa_mrpo,
+  saw,
+)
+from gdpo_jax.objectives.sum_first import (
+  corr_grpo,
+  ddca,
+  dr_grpo,
+  dvao,
+  grpo,
+  reinforce_pp,
+  reinforce_pp_baseline,
+  rloo,
+)
 from gdpo_jax.types import Array
 
 __all__ = [
   'ADVANTAGES',
+  'corr_grpo',
+  'dara',
+  'ddca',
   'dr_grpo',
+  'dvao',
+  'gd2po',
   'gdpo',
+  'gdpo_clustered',
   'group_normalize',
   'grpo',
   'informative',
   'mo_grpo',
+  'reinforce_pp',
+  'reinforce_pp_baseline',
+  'rloo',
+  'rvpo',
+  'sa_mrpo',
+  'saw',
   'scored',
 ]
 
 
-def grpo(
-  rewards: Array,
-  valid: Array,
-  weights: Array,
-  *,
-  eps: float = 1e-4,
-  ddof: int = 1,
-  scale: str = 'group',
-  renormalize: bool = False,
-  whiten: str = 'none',
-  mask: Array | None = None,
-  axis_name: str | None = None,
-) -> Array:
-  """`(s - mean_g s) / (std_g s + eps)`, `s = sum_k w_k r_k` (arXiv:2402.03300).
-
-  Args:
-    scale: 'group' divides by the group's std, 'batch' by the std of the raw `s`
-      over the batch, 'none' not at all.
-    renormalize: `s = sum w r / sum |w|` over the rewards that a row has, so that
-      a missing reward does not read as a low one.
-  Returns:
-    f32[P, G].
-  """
-  rewards, valid, weights = combine.prepare(rewards, valid, weights)
-  total = combine.weighted_sum(rewards, valid, weights, renormalize)
-  group = combine.within_group(total, ddof)
-  if scale == 'group':
-    advantages = masked.safe_divide(group.centred, group.std + eps)
-  elif scale == 'batch':
-    std = combine.over_batch(total, ddof, axis_name=axis_name).std
-    advantages = masked.safe_divide(group.centred, std + eps)
-  elif scale == 'none':
-    advantages = group.centred
-  else:
-    raise ValueError(
-      f"scale must be 'group', 'batch' or 'none', got {scale!r}."
-    )
-  total = combine.Combined(advantages, jnp.abs(advantages), total.valid)
-  return combine.batch_step(total, whiten, eps, ddof, mask, axis_name)
-
-
-def dr_grpo(
-  rewards: Array,
-  valid: Array,
-  weights: Array,
-  *,
-  eps: float = 1e-4,
-  ddof: int = 1,
-  renormalize: bool = False,
-  whiten: str = 'none',
-  mask: Array | None = None,
-  axis_name: str | None = None,
-) -> Array:
-  """`s - mean_g s`: GRPO without the std (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
-
-  `eps` and `ddof` only matter to the batch step. The method's other half is the
-  loss denominator, `losses.constant_denominator`.
-  """
-  return grpo(
-    rewards,
-    valid,
-    weights,
-    eps=eps,
-    ddof=ddof,
-    scale='none',
-    renormalize=renormalize,
-    whiten=whiten,
-    mask=mask,
-    axis_name=axis_name,
-  )
-
-
-def mo_grpo(
-  rewards: Array,
-  valid: Array,
-  weights: Array,
-  *,
-  eps: float = 1e-4,
-  ddof: int = 1,
-  whiten: str = 'none',
-  mask: Array | None = None,
-  axis_name: str | None = None,
-) -> Array:
-  """`sum_k w_k z_k` (MO-GRPO, arXiv:2509.22047, Eq. 5; there ddof 0, no weights).
-
-  GDPO without the batch step.
-  """
-  rewards, valid, weights = combine.prepare(rewards, valid, weights)
-  z = group_normalize(rewards, valid, eps=eps, ddof=ddof)
-  total = combine.weighted_sum(z, valid, weights)
-  total = total._replace(values=combine.within_group(total).centred)
-  return combine.batch_step(total, whiten, eps, ddof, mask, axis_name)
-
-
-def gdpo(
-  rewards: Array,
-  valid: Array,
-  weights: Array,
-  *,
-  eps: float = 1e-4,
-  ddof: int = 1,
-  whiten: str = 'sequence',
-  mask: Array | None = None,
-  axis_name: str | None = None,
-) -> Array:
-  """`A = sum_k w_k z_k`, then `(A - mean A) / (std A + eps)` over the batch.
-
-  GDPO, arXiv:2601.05242, Eq. 4-7: each reward is normalized in its own group
-  first, and the batch step keeps the scale of the advantage independent of the
-  number of rewards. A batch of one group hides what the method does: there the
-  batch step undoes the group's scale.
-  """
-  return mo_grpo(
-    rewards,
-    valid,
-    weights,
-    eps=eps,
-    ddof=ddof,
-    whiten=whiten,
-    mask=mask,
-    axis_name=axis_name,
-  )
-
-
 def informative(
   rewards: Array,
-  valid: Array,
+  valid: Array | None,
   weights: Array | None = None,
   aggregator='gdpo',
   **settings,
@@ -190,6 +103,9 @@ def informative(
   What dynamic sampling asks, before the batch is complete: the batch step is
   left out. A constant total is no reason to drop a GDPO group: rewards
   (1,0,0,0), (0,1,1,0), (0,0,0,1) all add up to 1 and still rank the rows.
+  `reinforce_pp`, whose baseline is the batch, may learn from any group unlike
+  the rest of the batch. To leave rows out of the update, ask which advantages
+  are 0 instead: a batch step over tokens, or of `rvpo`, moves rows away from 0.
 
   Args:
     aggregator: a name in `ADVANTAGES` or such a function.
@@ -198,14 +114,28 @@ def informative(
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
   if not callable(aggregator):
     aggregator = ADVANTAGES[aggregator]
-  values = aggregator(rewards, valid, weights, **settings, whiten='none')
-  spread = masked.moments(values, scored(valid, weights), axis=1, ddof=0)
-  return jnp.any(spread.centred != 0, axis=1)
+  if aggregator is reinforce_pp:
+    return jnp.any(aggregator(rewards, valid, weights, **settings) != 0, axis=1)
+  settings['whiten'] = 'none'
+  values = aggregator(rewards, valid, weights, **settings)
+  return masked.moments(values, jnp.any(valid, -1), axis=1).varies[:, 0]
 
 
 ADVANTAGES = {
   'grpo': grpo,
   'dr_grpo': dr_grpo,
+  'rloo': rloo,
+  'reinforce_pp': reinforce_pp,
+  'reinforce_pp_baseline': reinforce_pp_baseline,
+  'dvao': dvao,
+  'corr_grpo': corr_grpo,
+  'ddca': ddca,
   'mo_grpo': mo_grpo,
   'gdpo': gdpo,
+  'gdpo_clustered': gdpo_clustered,
+  'sa_mrpo': sa_mrpo,
+  'saw': saw,
+  'gd2po': gd2po,
+  'dara': dara,
+  'rvpo': rvpo,
 }

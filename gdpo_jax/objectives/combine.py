@@ -21,7 +21,8 @@ def prepare(
 ) -> tuple[Array, Array, Array]:
   """Checked float32 arrays through which no gradient flows; 0 where missing.
 
-  NaN and inf count as missing whatever `valid` says; `valid=None` says nothing,
+  NaN and inf count as missing whatever `valid` says, and so does a reward of
+  weight 0, which is there to be looked at only. `valid=None` says nothing;
   `weights=None` weighs every reward 1.
   """
   rewards = jax.lax.stop_gradient(jnp.asarray(rewards, jnp.float32))
@@ -38,7 +39,7 @@ def prepare(
       f'got {weights.size} weights (shape {weights.shape}) for '
       f'{rewards.shape[-1]} rewards; give each reward exactly one weight.'
     )
-  exists = jnp.isfinite(rewards)
+  exists = jnp.isfinite(rewards) & (weights != 0)
   if valid is not None:
     valid = jnp.asarray(valid, bool)
     if valid.shape != rewards.shape:
@@ -51,7 +52,7 @@ def prepare(
 
 
 def group_normalize(
-  rewards: Array, valid: Array, *, eps: float = 1e-4, ddof: int = 1
+  rewards: Array, valid: Array | None, *, eps: float = 1e-4, ddof: int = 1
 ) -> Array:
   """Z-score of every reward inside its group: f32[P, G, K].
 
@@ -71,7 +72,10 @@ class Combined(NamedTuple):
 
 
 def scored(valid: Array, weights: Array) -> Array:
-  """bool[P, G]: rows that at least one reward of weight other than 0 scored."""
+  """bool[P, G]: rows that at least one reward of weight other than 0 scored.
+
+  The others have advantage 0 and do not belong in the loss mask either.
+  """
   return jnp.any(valid & (weights != 0), axis=-1)
 
 
@@ -88,13 +92,27 @@ def weighted_sum(
     present = jnp.sum(jnp.where(valid, jnp.abs(weights), 0.0), axis=-1)
     values = masked.safe_divide(values, present)
     terms = masked.safe_divide(terms, present)
-  return Combined(values, terms, scored(valid, weights))
+  return Combined(values, terms, jnp.any(valid, axis=-1))
+
+
+def single(values: Array, valid: Array) -> Combined:
+  """Values that are not the sum of anything any more."""
+  return Combined(values, jnp.abs(values), valid)
 
 
 def within_group(combined: Combined, ddof: int = 1) -> masked.Moments:
   """Moments over the group; a group that cancels is exactly constant."""
   values, terms, valid = combined
   return masked.moments(values, valid, axis=1, ddof=ddof, terms=terms)
+
+
+def settle(combined: Combined) -> Combined:
+  """Groups whose rows differ by no more than rounding become exactly 0.
+
+  Z-scores that cancel leave 1e-7, which the batch step would blow up.
+  """
+  varies = within_group(combined).varies
+  return combined._replace(values=jnp.where(varies, combined.values, 0.0))
 
 
 def over_batch(
@@ -141,7 +159,7 @@ def batch_step(
   elif mask is None:
     raise ValueError("whiten='token' needs the completion mask: pass mask=...")
   batch = over_batch(combined, ddof, mask, axis_name)
-  scale = jnp.max(combined.terms)
+  scale = jnp.max(jnp.where(combined.valid, combined.terms, 0.0))
   if axis_name is not None:
     scale = jax.lax.pmax(scale, axis_name)
   centred = jnp.where(
@@ -150,3 +168,25 @@ def batch_step(
     batch.centred,
   )
   return masked.safe_divide(centred, batch.std + eps)
+
+
+def correlations(
+  x: Array, valid: Array, axis, axis_name: str | None = None
+) -> Array:
+  """Pearson correlations of the K columns of `x` over `axis`: f32[..., K, K].
+
+  Each pair is judged on the rows that have both. Where one of the two does not
+  vary, the correlation is 0, its own included. `axis` keeps size-1 dims.
+  """
+  both = valid[..., :, None] & valid[..., None, :]
+  own = jnp.broadcast_to(x[..., :, None], both.shape)
+  centred = masked.moments(own, both, axis, axis_name=axis_name).centred
+  other = jnp.swapaxes(centred, -1, -2)
+
+  def total(y):
+    return masked.masked_sum(y, True, axis, keepdims=True, axis_name=axis_name)
+
+  norm = jnp.sqrt(total(jnp.square(centred)))
+  return masked.safe_divide(
+    total(centred * other), norm * jnp.swapaxes(norm, -1, -2)
+  )

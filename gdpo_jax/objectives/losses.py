@@ -12,7 +12,7 @@ mask bool[N, Tc]. Values off the mask have no influence, NaN included.
 import jax
 import jax.numpy as jnp
 
-from gdpo_jax.objectives.masked import Mean, masked_sum
+from gdpo_jax.objectives.masked import Mean, masked_mean, masked_sum
 from gdpo_jax.types import Array
 
 # exp overflows float32 at 88.7; e^20 is far outside of any trust region. The
@@ -59,13 +59,17 @@ def clipped(
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   dual_clip: float | None = None,
+  entropy_scale: float = 0.0,
 ) -> Array:
   """`-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)` (PPO, DAPO).
 
   Args:
     clip_low, clip_high: PPO 0.2 and 0.2; "clip higher" of DAPO 0.2 and 0.28.
+      Numbers or f32[] (see `adaptive_clip`).
     dual_clip: c > 1 bounds what a negative advantage can cost at `c |A|`
       (arXiv:1912.09729; 3 there).
+    entropy_scale: the entropy coefficient, where it is to scale the clipped term
+      by `1 + 0.1 coef`. A heuristic without a paper: a constant factor.
   Returns:
     f32[].
   """
@@ -74,11 +78,124 @@ def clipped(
   advantages = _per_token(advantages, mask)
   ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
   inside = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-  gain = jnp.minimum(ratio * advantages, inside * advantages)
+  bound = inside * advantages * (1 + 0.1 * entropy_scale)
+  gain = jnp.minimum(ratio * advantages, bound)
   if dual_clip is not None:
     bounded = jnp.maximum(gain, dual_clip * advantages)
     gain = jnp.where(advantages < 0, bounded, gain)
   return masked_sum(-gain / denominator, mask)
+
+
+def gspo(
+  logp: Array,
+  old_logp: Array,
+  advantages: Array,
+  mask: Array,
+  denominator: Array,
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+) -> Array:
+  """The clipped loss with one ratio per sequence (GSPO, arXiv:2507.18071).
+
+  `s = exp(mean_t log ratio)` (Eq. 7). Computed as the token variant of Eq. 13-14,
+  `s_t = sg[s] pi_t / sg[pi_t]`, which with one advantage per row and
+  `row_denominator` has the value and the gradient of the sequence form (Eq. 5),
+  and takes advantages per token and other denominators as well.
+  """
+  advantages = _per_token(advantages, mask)
+  ratio = jnp.exp(_sequence_log_ratio(logp, old_logp, mask))
+  inside = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+  gain = jnp.minimum(ratio * advantages, inside * advantages)
+  return masked_sum(-gain / denominator, mask)
+
+
+def cispo(
+  logp: Array,
+  old_logp: Array,
+  advantages: Array,
+  mask: Array,
+  denominator: Array,
+  clip_low: float | None = None,
+  clip_high: float = 0.28,
+  mask_clipped: bool = False,
+) -> Array:
+  """`-sg[clip(ratio)] A logp`: clipped weights, no token without gradient.
+
+  CISPO, arXiv:2506.13585, Eq. 4-5. The paper sets no lower bound in practice and
+  does not disclose the upper one. On policy, the value of the loss is not 0.
+
+  Args:
+    clip_low: None for no lower bound.
+    mask_clipped: drops the tokens whose gradient PPO's clip would remove
+      (Eq. 6-7).
+  """
+  advantages = _per_token(advantages, mask)
+  ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+  low = 0.0 if clip_low is None else 1 - clip_low
+  weight = jax.lax.stop_gradient(jnp.clip(ratio, low, 1 + clip_high))
+  if mask_clipped:
+    past = (advantages > 0) & (ratio > 1 + clip_high)
+    past |= (advantages < 0) & (ratio < low)
+    weight = jnp.where(past, 0.0, weight)
+  gain = weight * advantages * jnp.where(mask, logp, 0.0)
+  return masked_sum(-gain / denominator, mask)
+
+
+def reinforce(
+  logp: Array,
+  old_logp: Array,
+  advantages: Array,
+  mask: Array,
+  denominator: Array,
+) -> Array:
+  """`-A logp`: the score function, on policy; `old_logp` is not looked at."""
+  del old_logp
+  gain = _per_token(advantages, mask) * jnp.where(mask, logp, 0.0)
+  return masked_sum(-gain / denominator, mask)
+
+
+def value_loss(
+  values: Array,
+  old_values: Array,
+  returns: Array,
+  mask: Array,
+  denominator: Array,
+  clip: float | None = 0.2,
+) -> Array:
+  """`max((v - R)^2, (clip(v, old +- clip) - R)^2) / 2` (PPO's critic); f32[].
+
+  Args:
+    values, old_values, returns: f32[N, Tc]; only `values` has a gradient.
+    clip: None for the plain square.
+  """
+  old_values, returns = jax.lax.stop_gradient((old_values, returns))
+  values, old_values, returns = (
+    jnp.where(mask, x, 0.0) for x in (values, old_values, returns)
+  )
+  loss = jnp.square(values - returns)
+  if clip is not None:
+    near = jnp.clip(values, old_values - clip, old_values + clip)
+    loss = jnp.maximum(loss, jnp.square(near - returns))
+  return masked_sum(0.5 * loss / denominator, mask)
+
+
+def adaptive_clip(
+  kl: Array,
+  target_kl: float,
+  base: float = 0.2,
+  low: float = 0.15,
+  high: float = 0.25,
+) -> Array:
+  """`base (1 + 0.2 tanh(kl / target_kl))`, kept within [low, high]; f32[].
+
+  A heuristic without a paper: the clip widens with the measured KL.
+
+  Args:
+    kl: f32[], in the unit of `target_kl`, measured before the update.
+  """
+  if target_kl <= 0:
+    raise ValueError(f'adaptive_clip needs a target_kl > 0, got {target_kl}.')
+  return jnp.clip(base * (1 + 0.2 * jnp.tanh(kl / target_kl)), low, high)
 
 
 def clip_fractions(
@@ -89,15 +206,19 @@ def clip_fractions(
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   dual_clip: float | None = None,
+  sequence: bool = False,
 ) -> dict[str, Mean]:
   """Shares of tokens whose gradient the clip removes.
 
+  Args:
+    sequence: one ratio per sequence, as in `gspo`.
   Returns:
     'low' (A < 0 below the band), 'high' (A > 0 above it), 'region' (either) and,
     with a dual clip, 'dual' (A < 0 beyond c), each a `Mean` over tokens.
   """
   advantages = _per_token(advantages, mask)
-  ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+  log_ratio = _sequence_log_ratio if sequence else _log_ratio
+  ratio = jnp.exp(log_ratio(logp, old_logp, mask))
   low = (advantages < 0) & (ratio < 1 - clip_low)
   high = (advantages > 0) & (ratio > 1 + clip_high)
   fractions = {'low': low, 'high': high, 'region': low | high}
@@ -138,4 +259,16 @@ def _log_ratio(logp: Array, old_logp: Array, mask: Array) -> Array:
   return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-LOSSES = {'clipped': clipped}
+def _sequence_log_ratio(logp: Array, old_logp: Array, mask: Array) -> Array:
+  """f32[N, Tc]: the mean over the row in value, its own token in gradient."""
+  log_ratio = _log_ratio(logp, old_logp, mask)
+  mean = masked_mean(log_ratio, mask, -1, keepdims=True)
+  return log_ratio + jax.lax.stop_gradient(mean - log_ratio)
+
+
+LOSSES = {
+  'clipped': clipped,
+  'gspo': gspo,
+  'cispo': cispo,
+  'reinforce': reinforce,
+}

@@ -61,6 +61,7 @@ class Moments(NamedTuple):
   mean: Array
   std: Array  # 0 where x is constant
   count: Array  # f32, how many values (or how much `repeats`) the mask leaves
+  varies: Array  # bool, not all values are equal
 
 
 def moments(
@@ -120,7 +121,7 @@ def moments(
   # sqrt has no derivative at 0, so 0 does not go through it
   positive = variance > 0
   std = jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1.0)), 0.0)
-  return Moments(centred, rough + correction, std, count)
+  return Moments(centred, rough + correction, std, count, varies)
 
 
 def negligible(x: Array, terms: Array) -> Array:
