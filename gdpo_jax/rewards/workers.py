@@ -63,11 +63,15 @@ class Worker:
     Raises:
       ValueError: the target refers to something that cannot be sent.
     """
-    self._setup = pickle.dumps({
-      'path': [entry for entry in sys.path if entry] + [os.getcwd()],
-      'memory_bytes': memory_bytes,
-      'target': _serialize(target),
-    })
+    self._setup = pickle.dumps(
+      {
+        'path': [entry for entry in sys.path if entry] + [os.getcwd()],
+        'memory_bytes': memory_bytes,
+        'target': _serialize(target),
+      }
+    )
+    self._lock = threading.Lock()  # of replacing and closing the process
+    self._closed = False
     self._start()
 
   def call(self, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
@@ -79,17 +83,31 @@ class Worker:
       WorkerDied: the process ended; a fresh one is on its way.
       WorkerError: the target raised; the process lives on.
     """
+    self.begin(*args, timeout_s=timeout_s, **kwargs)
+    return self.finish()
+
+  def begin(self, *args: Any, timeout_s: float, **kwargs: Any):
+    """First half of `call`: returns when the worker has its arguments."""
+    self._timeout_s, self._problem = timeout_s, None
     request = pickle.dumps((args, kwargs), protocol=5)
     try:
       if not self._ready:
         _receive(self._socket, time.monotonic() + _START_TIMEOUT_S)
         self._ready = True
-      deadline = time.monotonic() + timeout_s
-      _send(self._socket, request, deadline)
-      reply = _receive(self._socket, deadline)
+      self._deadline = time.monotonic() + timeout_s
+      _send(self._socket, request, self._deadline)
+    except (EOFError, OSError) as error:  # TimeoutError is an OSError
+      self._problem = error
+
+  def finish(self) -> Any:
+    """Second half of `call`: waits for the result and raises what it raises."""
+    try:
+      if self._problem is not None:
+        raise self._problem
+      reply = _receive(self._socket, self._deadline)
     except TimeoutError:
       self._restart()
-      raise TimeoutError(f'no result within {timeout_s} s') from None
+      raise TimeoutError(f'no result within {self._timeout_s} s') from None
     except (EOFError, OSError) as error:
       self._restart()
       raise WorkerDied(f'worker process ended ({error})') from None
@@ -100,14 +118,9 @@ class Worker:
 
   def close(self):
     """Kills the process and all its children; returns when they are gone."""
-    with contextlib.suppress(OSError):
-      self._process.stdin.close()  # the supervisor's sign
-    try:
-      self._process.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      self._process.wait()
-    self._socket.close()
+    with self._lock:
+      self._closed = True
+      self._kill()
 
   def _start(self):
     ours, theirs = socket.socketpair()
@@ -122,12 +135,26 @@ class Worker:
       )
     self._socket = ours
     self._ready = False
-    with contextlib.suppress(OSError, TimeoutError):  # the next call will tell
+    with contextlib.suppress(OSError):  # the next call will tell
       _send(ours, self._setup, time.monotonic() + _START_TIMEOUT_S)
 
+  def _kill(self):
+    with contextlib.suppress(OSError):
+      self._process.stdin.close()  # the supervisor's sign
+    try:
+      self._process.wait(timeout=15)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+      self._process.wait()
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)  # wakes a call in flight
+    self._socket.close()
+
   def _restart(self):
-    self.close()
-    self._start()
+    with self._lock:
+      if not self._closed:
+        self._kill()
+        self._start()
 
 
 class Pool:
@@ -169,7 +196,9 @@ def _serialize(target: Callable) -> bytes:
 
   inner = target
   while hasattr(inner, 'func'):  # functools.partial
-    inner = inner.args[0] if inner.args and callable(inner.args[0]) else inner.func
+    inner = (
+      inner.args[0] if inner.args and callable(inner.args[0]) else inner.func
+    )
   module = sys.modules.get(getattr(inner, '__module__', None) or '')
   errors = []
   for by_value in (True, False):
