@@ -10,6 +10,7 @@ nothing is broadcast or cut to fit. Threads and worker processes both end here.
 
 import asyncio
 import inspect
+import itertools
 import math
 import numbers
 import time
@@ -42,6 +43,22 @@ def failed(kind: str, message: str, n: int, seconds: float = 0.0) -> Call:
     message=message[:_MAX_MESSAGE_CHARS],
     failed=True,
     seconds=seconds,
+  )
+
+
+def join(parts: Sequence[Call]) -> Call:
+  """One call out of the calls that shared its rows, in order."""
+  extra: dict[str, list] = {}
+  for key, column in itertools.chain.from_iterable(p.extra for p in parts):
+    extra.setdefault(key, []).extend(column)
+  return Call(
+    values=np.concatenate([part.values for part in parts]),
+    kinds=list(itertools.chain.from_iterable(part.kinds for part in parts)),
+    message=next((part.message for part in parts if part.message), ''),
+    failed=all(part.failed for part in parts),
+    metrics=tuple(itertools.chain.from_iterable(p.metrics for p in parts)),
+    extra=tuple(extra.items()),
+    seconds=max(part.seconds for part in parts),
   )
 
 

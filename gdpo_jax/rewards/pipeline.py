@@ -15,6 +15,7 @@ step to step; `score` is the one-shot form.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -26,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gdpo_jax.rewards import calls
+from gdpo_jax.rewards import calls, workers
 
 _LOG = logging.getLogger(__name__)
 _MAX_STUCK_THREADS = (
@@ -595,7 +596,8 @@ class _Lane:
 
   def __init__(self, reward: Reward):
     self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-    self._runner = _ThreadRunner(reward)
+    in_process = reward.isolation == 'process'
+    self._runner = (_ProcessRunner if in_process else _ThreadRunner)(reward)
     self._thread = threading.Thread(
       target=self._loop, name=f'reward-{reward.name}', daemon=True
     )
@@ -678,3 +680,66 @@ class _ThreadRunner:
     self._inbox.put(None)
     if self._box is not None:
       self._box.put(None)  # wakes a lane that waits for a hung call
+
+
+class _ProcessRunner:
+  """Calls a function in worker processes, killed when time is up."""
+
+  def __init__(self, reward: Reward):
+    self._reward = reward
+    self._closed = False
+    self._workers: list[workers.Worker] = []
+    try:
+      for _ in range(reward.workers):
+        target = functools.partial(calls.invoke, reward.fn, name=reward.name)
+        self._workers.append(workers.Worker(target))
+    except ValueError as error:
+      self.close()
+      raise ValueError(f'reward {reward.name!r}: {error}') from None
+
+  def call(self, offered: Mapping[str, Any], n: int) -> calls.Call:
+    bounds = np.linspace(0, n, min(len(self._workers), n) + 1).astype(int)
+    parts = list(zip(self._workers, bounds, bounds[1:]))
+    if len(parts) == 1:
+      shares = [offered]
+    else:  # a pure function, so everything offered has n rows
+      shares = [
+        {key: column[low:high] for key, column in offered.items()}
+        for _, low, high in parts
+      ]
+    return calls.join(
+      [
+        finish()
+        for finish in [
+          self._begin(worker, share, int(high - low))
+          for (worker, low, high), share in zip(parts, shares)
+        ]
+      ]
+    )
+
+  def _begin(self, worker, offered, n) -> Callable[[], calls.Call]:
+    name, timeout_s = self._reward.name, self._reward.timeout_s
+    try:
+      worker.begin(offered, n=n, timeout_s=timeout_s)
+    except Exception as error:  # pickling: nothing was sent
+      message = f'{name}: {type(error).__name__}: {error}'
+      return functools.partial(calls.failed, 'exception', message, n)
+
+    def finish() -> calls.Call:
+      try:
+        return worker.finish()
+      except TimeoutError as error:
+        return calls.failed('timeout', f'{name}: {error}', n, timeout_s)
+      except workers.WorkerDied as error:
+        if self._closed:
+          return calls.failed('closed', f'{name}: the pipeline was closed', n)
+        return calls.failed('died', f'{name}: {error}', n)
+      except Exception as error:  # loading the function, reading the result
+        return calls.failed('exception', f'{name}: {error}', n)
+
+    return finish
+
+  def close(self):
+    self._closed = True
+    for worker in self._workers:
+      worker.close()

@@ -70,6 +70,8 @@ class Worker:
         'target': _serialize(target),
       }
     )
+    self._lock = threading.Lock()  # of replacing and closing the process
+    self._closed = False
     self._start()
 
   def call(self, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
@@ -81,17 +83,31 @@ class Worker:
       WorkerDied: the process ended; a fresh one is on its way.
       WorkerError: the target raised; the process lives on.
     """
+    self.begin(*args, timeout_s=timeout_s, **kwargs)
+    return self.finish()
+
+  def begin(self, *args: Any, timeout_s: float, **kwargs: Any):
+    """First half of `call`: returns when the worker has its arguments."""
+    self._timeout_s, self._problem = timeout_s, None
     request = pickle.dumps((args, kwargs), protocol=5)
     try:
       if not self._ready:
         _receive(self._socket, time.monotonic() + _START_TIMEOUT_S)
         self._ready = True
-      deadline = time.monotonic() + timeout_s
-      _send(self._socket, request, deadline)
-      reply = _receive(self._socket, deadline)
+      self._deadline = time.monotonic() + timeout_s
+      _send(self._socket, request, self._deadline)
+    except (EOFError, OSError) as error:  # TimeoutError is an OSError
+      self._problem = error
+
+  def finish(self) -> Any:
+    """Second half of `call`: waits for the result and raises what it raises."""
+    try:
+      if self._problem is not None:
+        raise self._problem
+      reply = _receive(self._socket, self._deadline)
     except TimeoutError:
       self._restart()
-      raise TimeoutError(f'no result within {timeout_s} s') from None
+      raise TimeoutError(f'no result within {self._timeout_s} s') from None
     except (EOFError, OSError) as error:
       self._restart()
       raise WorkerDied(f'worker process ended ({error})') from None
@@ -102,14 +118,9 @@ class Worker:
 
   def close(self):
     """Kills the process and all its children; returns when they are gone."""
-    with contextlib.suppress(OSError):
-      self._process.stdin.close()  # the supervisor's sign
-    try:
-      self._process.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      self._process.wait()
-    self._socket.close()
+    with self._lock:
+      self._closed = True
+      self._kill()
 
   def _start(self):
     ours, theirs = socket.socketpair()
@@ -124,12 +135,26 @@ class Worker:
       )
     self._socket = ours
     self._ready = False
-    with contextlib.suppress(OSError, TimeoutError):  # the next call will tell
+    with contextlib.suppress(OSError):  # the next call will tell
       _send(ours, self._setup, time.monotonic() + _START_TIMEOUT_S)
 
+  def _kill(self):
+    with contextlib.suppress(OSError):
+      self._process.stdin.close()  # the supervisor's sign
+    try:
+      self._process.wait(timeout=15)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+      self._process.wait()
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)  # wakes a call in flight
+    self._socket.close()
+
   def _restart(self):
-    self.close()
-    self._start()
+    with self._lock:
+      if not self._closed:
+        self._kill()
+        self._start()
 
 
 class Pool:
