@@ -1,0 +1,211 @@
+import functools
+import threading
+import time
+
+import pytest
+
+from gdpo_jax.rewards import answers
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    (r'so \boxed{\frac{1}{2}}', r'\frac{1}{2}'),  # braces, not [^}]+
+    (r'\boxed{5} ... \boxed{7}', '7'),
+    (r'\boxed{1} and again \boxed{1}', '1'),
+    (r'\fbox{42}', '42'),
+    (r'\boxed{\boxed{3}}', '3'),
+    (r'\boxed{4', None),
+    (r'\boxed{5}, no: \boxed{7', None),  # the last one decides, and is cut off
+    (r'\boxed{}', ''),
+    (r'\boxed{\text{E}}', 'E'),
+    (r'\boxed 7', '7'),
+    (r'\boxed{\{1, 2\}}', r'\{1, 2\}'),
+    (r'\boxed{\left\{1\right.}', r'\left\{1\right.'),
+    (r'<answer>\boxed{42}</answer>', '42'),
+    ('<answer> 42 </answer>', '42'),
+    ('<think>maybe 3</think>The answer is 4.', '4'),
+    ('<think>is it 3', None),
+    ('work\n#### 1,234', '1,234'),
+    ('The answer is 3.5. That was easy, 7 steps.', '3.5'),
+    ('Answer: **73**', '73'),
+    (r'The final answer is: $\frac12$.', r'\frac12'),
+    ('42. That is the final count.', '42'),
+    ('I count 1,234 apples. Done', '1,234'),
+    ('it is 12:00.', '12:00'),
+    ('the balance is -5', '-5'),
+    ('no number here', None),
+    ('', None),
+  ],
+)
+def test_extract(text, expected):
+  assert answers.extract(text) == expected
+
+
+EQUAL = [
+  ('42', '42.'),
+  ('1,234', '1234'),
+  (r'1{,}234', '1234'),
+  (r'1\,234', '1234'),
+  ('1 234', '1234'),
+  ('\u22125', '-5'),
+  ('$5', '5 dollars'),
+  (r'\$5.00', '5'),
+  ('42 apples in total', '42'),
+  ('5 cm', '5'),
+  ('2 2/3', '8/3'),
+  (r'2\frac{2}{3}', '8/3'),
+  ('2\u00bd', '5/2'),
+  (r'\frac12', '1/2'),
+  (r'-\frac{1}{2}', '-0.5'),
+  ('50%', '0.5'),
+  ('50%', '50'),
+  (r'50\%', '50 percent'),
+  ('2/3', '0.6667'),
+  ('1e5', '100000'),
+  (r'1.5 \times 10^{3}', '1500'),
+  ('**73**', '73'),
+  (r'\boxed{7}', '7'),
+  (r'\text{E}', 'E'),
+  ('(B)', 'B'),
+  ('Yes', 'yes'),
+  ('x = 5', '5'),
+  (r'x \in [1, 2]', '[1,2]'),
+  ('1, 2', '2, 1'),
+  (r'\{1, 2\}', '2 and 1'),
+  (r'\pm 3', '3, -3'),
+  (r'[1, \infty)', '[1,\u221e)'),
+  (r'(-\infty,1) \cup (2,3)', r'(2,3) \cup (-\infty,1)'),
+  ('x>3', '3<x'),
+  (r'\sqrt{8}', r'2\sqrt{2}'),
+  ('(x-1)(x+1)', 'x^2-1'),
+  (r'\sqrt{2+\sqrt3}', r'\frac{\sqrt6+\sqrt2}{2}'),
+  ('0.1+0.2', '0.3'),
+  (r'\pi', '3.1416'),
+  (r'\begin{pmatrix}1&2\\3&4\end{pmatrix}', r'\begin{bmatrix}1&2\\3&4\end{bmatrix}'),
+]  # fmt: skip
+
+DIFFERENT = [
+  ('1/2^99', '1/2^98'),
+  ('1/2004!', '1/2006!'),
+  (r'\sqrt{2}\cdot 10^{-50}', r'\sqrt{2}\cdot 10^{-51}'),
+  ('2^{400}', '2^{400}+1'),
+  ('2 2/3', '2'),
+  ('4 10/3', '10'),
+  (r'\pm 2021', '2021'),
+  ('12:00', '1:00'),
+  (r'\frac{1}{0}', '12:00'),
+  ('19, 46, 82', '21, 36, 82'),
+  ('1, 2', '1, 2, 3'),
+  ('(1, 2)', '(2, 1)'),
+  ('[1, 2)', '[1, 2]'),
+  ('5 cm', '5 m'),
+  ('0.5%', '50%'),
+  ('2/3', '0.67'),
+  ('2/3', '0.6666'),
+  ('12345.67', '12345.68'),
+  ('1000000', '1000001'),
+  ('3 4', '7'),
+  ('2x', '2'),
+  ('x = 5', 'y = 5'),
+  ('5x', '5y'),
+  ('hello', 'world'),
+  ('', ''),
+]
+
+
+@pytest.mark.parametrize('one, other', EQUAL)
+def test_equal_values_in_different_spellings(one, other):
+  assert answers.equal(one, other)
+  assert answers.equal(other, one)
+
+
+@pytest.mark.parametrize('one, other', DIFFERENT)
+def test_no_false_equality(one, other):
+  assert not answers.equal(one, other)
+  assert not answers.equal(other, one)
+
+
+def test_missing_answers_equal_nothing():
+  assert not answers.equal(None, '3')
+  assert not answers.equal('3', None)
+  assert not answers.equal(None, None)
+
+
+def test_hanging_expressions_are_wrong_in_time_and_off_the_main_thread():
+  assert answers.equal('1+x', 'x+1')  # starts the workers
+  verdicts = []
+
+  def compare():
+    for hostile in ('9^{9^{9^9}}', r'\binom{10^9}{5 \cdot 10^8}', '10000000!'):
+      verdicts.append(answers.equal(hostile, '3'))
+    verdicts.append(answers.equal('2+x', 'x+2'))
+
+  thread = threading.Thread(target=compare)
+  start = time.monotonic()
+  thread.start()
+  thread.join(timeout=30)
+  assert verdicts == [False, False, False, True]
+  assert time.monotonic() - start < 15
+
+
+def test_correctness_reads_gold_texts_and_has_no_opinion_without_one():
+  values = answers.correctness(
+    [
+      'Answer: 4',
+      [{'role': 'assistant', 'content': 'it is 5'}],
+      '6',
+      r'\boxed{}',
+    ],
+    answer=['2+2\n#### 4', 4, None, '7'],
+  )
+  assert values == [1.0, 0.0, None, 0.0]
+
+
+def test_think_format_looks_at_the_end_of_the_prompt():
+  completion = 'First, 2 plus 2.\n</think>\nThe answer is 4.'
+  opened, plain = 'Solve it.\n<think>\n', 'Solve it.\n'
+  assert answers.think_format([completion], [opened]) == [1.0]
+  assert answers.think_format([completion], [plain]) == [0.0]
+  assert answers.think_format(['<think>' + completion], [plain]) == [1.0]
+  assert answers.think_format(['<think>' + completion], [opened]) == [0.0]
+  messages = [{'role': 'user', 'content': 'Solve it.'}]
+  told = functools.partial(answers.think_format, opened=True)
+  assert told([completion], [messages]) == [1.0]
+  assert answers.think_format([completion], [messages]) == [0.0]
+
+
+@pytest.mark.parametrize(
+  'text, value',
+  [
+    ('<think>a</think><answer>4</answer>', 1.0),
+    ('<think>a</think>\n<answer>\n4\n</answer>\n', 1.0),
+    ('so <think>a</think><answer>4</answer>', 0.0),
+    ('<think>a</think><answer>4</answer> done', 0.0),
+    ('<think>a</think> well <answer>4</answer>', 0.0),
+    ('<think>a</think><answer> </answer>', 0.0),
+    ('<think>a<think>b</think><answer>4</answer>', 0.0),
+    ('<think>a</think><answer>4</answer><answer>5</answer>', 0.0),
+    ('<answer>4</answer><think>a</think>', 0.0),
+    ('<think>a</think>4', 0.0),
+  ],
+)
+def test_think_answer_format_is_strict(text, value):
+  assert answers.think_answer_format([text]) == [value]
+
+
+def test_integer_means_written_as_one():
+  texts = ['Answer: 1,234', 'Answer: -5', 'Answer: 42.0', 'Answer: 84/2', 'no']
+  assert answers.integer(texts) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_length_counts_tokens_and_includes_the_limit():
+  length = answers.length(limit_tokens=3)
+  assert length(completion_ids=[[1, 2], [1, 2, 3], [1, 2, 3, 4], []]) == [
+    1,
+    1,
+    0,
+    1,
+  ]
+  with pytest.raises(ValueError, match='at least 1'):
+    answers.length(0)
