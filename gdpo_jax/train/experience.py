@@ -9,6 +9,7 @@ Groups are dropped whole or kept whole, so [P, G] survives every step.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gdpo_jax import sampler, sharding
@@ -17,7 +18,7 @@ from gdpo_jax.objectives import shaping
 from gdpo_jax.rewards.pipeline import Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
 from gdpo_jax.train.metrics import Timer
-from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.settings import Settings, asked_for
 from gdpo_jax.types import Batch, Prompts, Rollout
 
 
@@ -35,6 +36,7 @@ class Groups(NamedTuple):
   values: np.ndarray  # f32[P, G, K], raw rewards, NaN where missing
   rewards: np.ndarray  # f32[P, G, K], after conditions
   valid: np.ndarray  # bool[P, G, K]
+  informative: np.ndarray  # bool[P]: the aggregator tells its rows apart
 
 
 class Experience(NamedTuple):
@@ -83,18 +85,42 @@ def score_rollout(
   )
 
 
-def combine(settings: Settings, rewards, valid, weights, mask):
+def combine(settings: Settings, rewards, valid, weights, mask, bounds):
   """f32[P, G] by the chosen aggregator; one trace for a whole run."""
   aggregate = adv.ADVANTAGES.get(settings.advantage, settings.advantage)
   return aggregate(
     rewards,
     valid,
     weights,
-    eps=settings.advantage_eps,
-    ddof=settings.advantage_ddof,
-    whiten=settings.whiten,
-    mask=mask,
+    **asked_for(
+      aggregate,
+      eps=settings.advantage_eps,
+      ddof=settings.advantage_ddof,
+      whiten=settings.whiten,
+      mask=mask,
+      bounds=bounds,
+    ),
   )
+
+
+def shape_rewards(settings: Settings, hierarchy, values, weights, bounds):
+  """Conditions, and which groups tell rows apart for the chosen aggregator.
+
+  Returns:
+    rewards f32[P, G, K], valid bool[P, G, K], informative bool[P].
+  """
+  rewards, valid, _ = shaping.apply_conditions(
+    hierarchy, values, jnp.isfinite(values), mode=settings.condition_mode
+  )
+  aggregate = adv.ADVANTAGES.get(settings.advantage, settings.advantage)
+  informative = adv.informative(
+    rewards,
+    valid,
+    weights,
+    aggregator=aggregate,
+    **asked_for(aggregate, bounds=bounds),
+  )
+  return rewards, valid, informative
 
 
 class Collector:
@@ -114,7 +140,22 @@ class Collector:
     self.pipeline, self.sampling = pipeline, sampling
     self.settings, self.mesh = settings, mesh
     self._rows = sharding.rows(mesh)
-    self._combine = jax.jit(combine, static_argnums=0)
+    hierarchy = shaping.make_hierarchy(
+      [r.name for r in pipeline.rewards],
+      [r.condition for r in pipeline.rewards],
+    )
+    undeclared = (np.nan, np.nan)
+    bounds = np.float32([r.range or undeclared for r in pipeline.rewards])
+    self._shape = jax.jit(
+      lambda values, weights: shape_rewards(
+        settings, hierarchy, values, weights, bounds
+      )
+    )
+    self._combine = jax.jit(
+      lambda rewards, valid, weights, mask: combine(
+        settings, rewards, valid, weights, mask, bounds
+      )
+    )
     self._ref_logp = jax.jit(
       lambda params, rollout: policy.log_probs(
         params,
@@ -142,7 +183,7 @@ class Collector:
       )
       scores.append(new_scores)
       groups = jax.tree.map(_join, groups, fresh) if groups else fresh
-      informative = self._informative(groups, new_scores)
+      informative = groups.informative
       if informative.sum() >= size:
         break
     counts = np.ones(size, bool)
@@ -168,11 +209,9 @@ class Collector:
     with timer('rewards'):
       texts = decode_completions(self.tokenizer, rollout)
       scores = score_rollout(self.pipeline, prompts, rollout, texts, step)
-    rewards, valid = shaping.apply_conditions(
-      self._grouped(scores.values),
-      scores.names,
-      {r.name: r.condition for r in self.pipeline.rewards if r.condition},
-      mode=self.settings.condition_mode,
+    values = self._grouped(scores.values)
+    rewards, valid, informative = jax.device_get(
+      self._shape(values, scores.weights)
     )
     return (
       Groups(
@@ -184,9 +223,10 @@ class Collector:
         logp=self._grouped(rollout.logp),
         ended=self._grouped(rollout.ended),
         texts=self._grouped(_objects(texts)),
-        values=self._grouped(scores.values),
-        rewards=np.asarray(rewards),
-        valid=np.asarray(valid),
+        values=values,
+        rewards=rewards,
+        valid=valid,
+        informative=informative,
       ),
       scores,
     )
@@ -195,21 +235,11 @@ class Collector:
     x = np.asarray(x)
     return x.reshape(-1, self.settings.group_size, *x.shape[1:])
 
-  def _informative(self, groups, scores):
-    return np.asarray(
-      adv.informative(
-        groups.rewards,
-        groups.valid,
-        scores.weights,
-        aggregator=self.settings.advantage,
-      )
-    )
-
   def _finish(self, ref_params, groups, counts, scores, informative):
     s = self.settings
     advantages = np.asarray(
       self._combine(
-        s, groups.rewards, groups.valid, scores[-1].weights, groups.mask
+        groups.rewards, groups.valid, scores[-1].weights, groups.mask
       )
     )
     # A row that no reward could judge, and a filler, must not train.

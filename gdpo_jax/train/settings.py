@@ -7,13 +7,19 @@ model is loaded.
 """
 
 import dataclasses
+import inspect
 
 from gdpo_jax.objectives import advantages, kl, losses
 
 # What the published algorithms choose. Denominators: 'row' is the mean of row
 # means (GRPO), 'token' one mean over all tokens (DAPO), 'constant' the length
 # limit (Dr.GRPO).
-_GRPO_LOSS = {'policy_loss': 'clipped', 'denominator': 'row', 'clip_high': 0.2}
+_GRPO_LOSS = {
+  'policy_loss': 'clipped',
+  'denominator': 'row',
+  'clip_low': 0.2,
+  'clip_high': 0.2,
+}
 ALGORITHMS = {
   'grpo': {**_GRPO_LOSS, 'advantage': 'grpo', 'whiten': 'none'},
   # The control that the GDPO paper leaves out: sum, normalize, batch step.
@@ -30,6 +36,7 @@ ALGORITHMS = {
   'dapo': {
     'policy_loss': 'clipped',
     'denominator': 'token',
+    'clip_low': 0.2,
     'clip_high': 0.28,
     'advantage': 'grpo',
     'whiten': 'none',
@@ -52,7 +59,9 @@ class Settings:
   condition_mode: str = 'zero'  # unmet condition: 'zero' or 'missing'
   policy_loss: str | None = None  # a name in objectives.losses.LOSSES
   denominator: str | None = None  # 'row', 'token' or 'constant'
-  clip_low: float = 0.2  # importance ratio is clipped below 1 - clip_low
+  clip_low: float | None = (
+    None  # importance ratio is clipped below 1 - clip_low
+  )
   clip_high: float | None = None  # ... and above 1 + clip_high
   dual_clip: float | None = None  # bound c > 1 for negative advantages
   kl_coef: float = 0.0  # 0: no reference policy is kept
@@ -191,3 +200,9 @@ def _choice(name, value, known):
     raise ValueError(
       f'{name} is {value!r}; choose from {", ".join(sorted(known))}.'
     )
+
+
+def asked_for(function, **offered):
+  """Those of `offered` that the function names in its signature."""
+  names = inspect.signature(function).parameters
+  return {k: v for k, v in offered.items() if k in names}

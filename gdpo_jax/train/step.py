@@ -20,7 +20,7 @@ from gdpo_jax import sharding
 from gdpo_jax.objectives import kl, losses
 from gdpo_jax.objectives.masked import Mean
 from gdpo_jax.train import state as state_lib
-from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.settings import Settings, asked_for
 from gdpo_jax.types import Array, Batch, TrainState
 
 Metrics = dict[str, Mean]
@@ -52,6 +52,7 @@ def make_loss(policy, settings: Settings) -> Callable:
     'clip_high': settings.clip_high,
     'dual_clip': settings.dual_clip,
   }
+  loss_clip = asked_for(policy_loss, **clip)
 
   def loss_fn(params, batch: Batch, denominator):
     mask = row_mask(batch)
@@ -62,7 +63,7 @@ def make_loss(policy, settings: Settings) -> Callable:
       temperature=settings.temperature,
     )
     surrogate = (logp, batch.old_logp, batch.advantages, mask)
-    loss = policy_loss(*surrogate, denominator, **clip)
+    loss = policy_loss(*surrogate, denominator, **loss_clip)
     metrics = {
       'entropy': Mean.of(entropy, mask),
       'sampler_mismatch': Mean.of(jnp.abs(logp - batch.old_logp), mask),
