@@ -1,0 +1,248 @@
+"""A policy as a tuple of pure functions over a plain tree of parameters.
+
+Training reads the tree as it is (layers stacked). A rollout first turns it into
+per-layer weights, `rollout_params`, because a decode loop that slices stacked
+weights copies them at every step; then `prefill` and `decode`, which grow a
+Cache that is an explicit argument.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gdpo_jax.policy import heads
+from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.policy.decoder import (
+  REMAT,
+  Block,
+  Decoder,
+  Groups,
+  RMSNorm,
+  Slots,
+  bfloat16_dot,
+  rope_table,
+  weight_dot,
+)
+from gdpo_jax.types import Array, Rollout
+
+
+class Cache(NamedTuple):
+  """Keys and values of B rows in S slots; one array per layer.
+
+  Separate arrays in the [B, KV, S, HD] layout are updated in place in a decode
+  loop and multiplied without a transpose (4 times faster than [B, S, KV, HD]
+  on a CPU).
+  """
+
+  k: tuple[Array, ...]
+  v: tuple[Array, ...]
+  mask: Array  # bool[B, S], True on slots in use
+
+  @property
+  def num_slots(self) -> int:
+    return self.mask.shape[1]
+
+  def repeat(self, group_size: int) -> 'Cache':
+    """Each row `group_size` times in a row: P prompts become N rows."""
+    return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), self)
+
+  def grow(self, num_slots: int) -> 'Cache':
+    """With free slots at the end, up to `num_slots` of them in all."""
+    extra = num_slots - self.num_slots
+    free = ((0, 0), (0, 0), (0, extra), (0, 0))
+    return Cache(
+      tuple(jnp.pad(x, free) for x in self.k),
+      tuple(jnp.pad(x, free) for x in self.v),
+      jnp.pad(self.mask, ((0, 0), (0, extra))),
+    )
+
+
+class Policy(NamedTuple):
+  """Pure functions of one decoder; see `make_policy` for what each takes."""
+
+  config: PolicyConfig
+  init: Callable[[Array], Any]
+  logits: Callable[[Any, Array, Array], Array]
+  log_probs: Callable[..., tuple[Array, Array]]
+  rollout_params: Callable[..., Any]
+  prefill: Callable[[Any, Array, Array], tuple[Array, Cache]]
+  decode: Callable[..., tuple[Array, Cache]]
+
+
+@functools.cache
+def make_policy(
+  config: PolicyConfig,
+  compute_dtype: Any = jnp.float32,
+  remat: str = 'none',
+) -> Policy:
+  """The policy of a config; the same arguments give the same object.
+
+  Args:
+    config: the shape of the decoder.
+    compute_dtype: of the inputs of the dense products in training, forward and
+      backward; float32 or bfloat16. Sums, norms, softmax, the residual stream
+      and the parameters stay float32.
+    remat: which values the backward pass computes again: 'none', 'dots' (all
+      but the dense products) or 'block' (all inside a layer).
+  Raises:
+    ValueError: on an unknown `remat` or `compute_dtype`.
+  """
+  if remat not in REMAT:
+    raise ValueError(f'remat {remat!r} is unknown; use one of {list(REMAT)}.')
+  dots = {'float32': weight_dot, 'bfloat16': bfloat16_dot}
+  if (name := jnp.dtype(compute_dtype).name) not in dots:
+    raise ValueError(
+      f'compute_dtype {name} is not supported; use one of {list(dots)}.'
+    )
+  dot = dots[name]
+  decoder = Decoder(config, dot, remat)
+  block = Block(config, fused=True)
+  final_norm = RMSNorm(config.norm_eps)
+
+  def init(key: Array) -> Any:
+    """float32 parameters: normal(0.02) matrices, unit norms, zero biases."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    context = Groups(jnp.ones((1, 1), bool))
+    return decoder.init(key, tokens, tokens, context)['params']
+
+  def logits(params: Any, tokens: Array, mask: Array) -> Array:
+    """f32[B, S, V]; tokens i32[B, S], mask bool[B, S] (pads on either side)."""
+    hidden, head = decoder.apply(
+      {'params': params}, tokens, _positions(mask), Groups(mask)
+    )
+    return heads.logits(hidden, head, dot)
+
+  def log_probs(
+    params: Any,
+    rollout: Rollout,
+    *,
+    group_size: int = 1,
+    temperature: float | Array = 1.0,
+  ) -> tuple[Array, Array]:
+    """(logp, entropy), f32[N, Tc] each, of softmax(logits / temperature).
+
+    Differentiable; 0 off the mask. The prompt of each `group_size` rows in a
+    row is computed once, from the first of them.
+    """
+    tokens, targets = rollout.prompt[::group_size], rollout.tokens
+    mask = _at_least_one(rollout.prompt_mask[::group_size])
+    num_prompts, num_rows, length = len(tokens), *targets.shape
+    if num_prompts * group_size != num_rows:
+      raise ValueError(
+        f'{num_rows} rows do not divide into groups of {group_size}.'
+      )
+    # A completion's inputs start with the last prompt token, whose state
+    # predicts the first target, and stop before the last target.
+    first = jnp.repeat(tokens[:, -1:], group_size, axis=0)
+    inputs = jnp.concatenate([first, targets[:, :-1]], axis=1)
+    inputs = inputs.reshape(num_prompts, group_size * length)
+    start = mask.sum(axis=1, keepdims=True, dtype=jnp.int32) - 1
+    steps = jnp.tile(jnp.arange(length, dtype=jnp.int32), group_size)
+    hidden, head = decoder.apply(
+      {'params': params},
+      jnp.concatenate([tokens[:, :-1], inputs], axis=1),
+      jnp.concatenate([_positions(mask)[:, :-1], start + steps], axis=1),
+      Groups(mask[:, :-1], group_size),
+    )
+    hidden = hidden[:, mask.shape[1] - 1 :].reshape(num_rows, length, -1)
+    logp, entropy = heads.token_log_probs(
+      hidden, head, targets, temperature=temperature, dot=dot
+    )
+    zero = jnp.zeros((), jnp.float32)
+    return (
+      jnp.where(rollout.mask, logp, zero),
+      jnp.where(rollout.mask, entropy, zero),
+    )
+
+  def rollout_params(params: Any, dtype: Any = None) -> Any:
+    """Per-layer weights for `prefill` and `decode`, made once per rollout.
+
+    The layers are unstacked, q, k, v and gate, up joined to one matrix each.
+    Matrices are stored, and multiplied, in `dtype` (None: as they are); on a
+    CPU leave it: bfloat16 products with few rows are slower there.
+    """
+
+    def cast(x):
+      return x if dtype is None or x.ndim < 2 else x.astype(dtype)
+
+    def join(*xs):
+      return jnp.concatenate(xs, axis=-1)
+
+    def layer(weights):
+      attn, mlp = dict(weights['attn']), weights['mlp']
+      parts = [attn.pop(name) for name in 'qkv']
+      attn['qkv'] = jax.tree.map(join, *parts)
+      gate_up = jax.tree.map(join, mlp['gate'], mlp['up'])
+      mlp = {'gate_up': gate_up, 'down': mlp['down']}
+      return jax.tree.map(cast, dict(weights, attn=attn, mlp=mlp))
+
+    layers = params['layers']
+    return {
+      'embed': cast(params['embed']['embedding']),
+      'layers': tuple(
+        layer(jax.tree.map(lambda x: x[i], layers))  # noqa: B023
+        for i in range(config.num_layers)
+      ),
+      'norm': params['norm'],
+      'head': cast(params.get('head', params['embed'])['embedding']),
+    }
+
+  def run(weights, tokens, positions, contexts):
+    x = weights['embed'][tokens].astype(jnp.float32)
+    rope = rope_table(config, positions)
+    kept = []
+    for layer, context in zip(weights['layers'], contexts, strict=True):
+      x, kv = block.apply({'params': layer}, x, rope, context)
+      kept.append(kv)
+    x = final_norm.apply({'params': weights['norm']}, x[:, -1])
+    k, v = zip(*kept, strict=True)
+    return heads.logits(x, weights['head']), k, v
+
+  def prefill(weights: Any, tokens: Array, mask: Array) -> tuple[Array, Cache]:
+    """(logits f32[P, V] after the last token, Cache of Tp slots).
+
+    tokens i32[P, Tp] and mask bool[P, Tp], left-padded. A prompt of pads alone
+    counts as the one token in its last place.
+    """
+    mask = _at_least_one(mask)
+    contexts = [Groups(mask)] * config.num_layers
+    logits, k, v = run(weights, tokens, _positions(mask), contexts)
+    return logits, Cache(k, v, mask)
+
+  def decode(
+    weights: Any, cache: Cache, token: Array, position: Array, slot: Array
+  ) -> tuple[Array, Cache]:
+    """(logits f32[B, V], Cache) after one more token in each row.
+
+    token i32[B] at position i32[B] of its own row goes to slot i32[] of the
+    cache, the same in every row. A slot past the end would overwrite the last
+    one; the caller grows the cache first.
+    """
+    mask = cache.mask | (jnp.arange(cache.num_slots) == slot)
+    contexts = [
+      Slots(k, v, mask, slot) for k, v in zip(cache.k, cache.v, strict=True)
+    ]
+    logits, k, v = run(weights, token[:, None], position[:, None], contexts)
+    return logits, Cache(k, v, mask)
+
+  return Policy(
+    config,
+    jax.jit(init),
+    jax.jit(logits),
+    jax.jit(log_probs, static_argnames='group_size'),
+    jax.jit(rollout_params, static_argnames='dtype'),
+    jax.jit(prefill),
+    jax.jit(decode),
+  )
+
+
+def _positions(mask):
+  """Real tokens count 0, 1, 2, ...; pads in front of them sit at 0."""
+  return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+
+
+def _at_least_one(mask):
+  return mask.at[:, -1].set(True)
