@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from gdpo_jax import sampler
-from gdpo_jax.tasks.base import encode_prompts
+from gdpo_jax.tasks.base import evaluation_batches
 from gdpo_jax.train import experience as experience_lib
 
 
@@ -56,16 +56,15 @@ def evaluate(
   """
   key = jax.random.key(0)
   values, lengths, ended, texts = [], [], [], []
-  for start in range(0, len(examples), batch_size):
-    part = examples[start : start + batch_size]
-    padded = part + [part[-1]] * (batch_size - len(part))
-    prompts = encode_prompts(padded, tokenizer, max_prompt_tokens)
+  for prompts, real in evaluation_batches(
+    examples, tokenizer, batch_size, max_prompt_tokens
+  ):
+    count = int(real.sum())
     rollout = jax.device_get(
       sampler.generate(policy, params, prompts, key, sampling)
     )
-    count = len(part)
     rollout = jax.tree.map(lambda x, n=count: x[:n], rollout)
-    prompts = prompts._replace(examples=part)
+    prompts = prompts._replace(examples=prompts.examples[:count])
     decoded = experience_lib.decode_completions(tokenizer, rollout)
     scores = experience_lib.score_rollout(
       pipeline, prompts, rollout, decoded, step

@@ -95,6 +95,7 @@ def train(
 
   with contextlib.ExitStack() as stack:
     pipeline = stack.enter_context(Pipeline(task.rewards))
+    pipeline.check_columns(set(task.train[0]) - {'prompt'})
     checkpointer = Checkpointer(
       directory / 'checkpoints', settings.keep_checkpoints, settings.save_every
     )
@@ -152,7 +153,10 @@ def train(
         row = metrics_lib.to_host(new)
       row |= metrics_lib.experience_metrics(experience, names)
       row |= timer.summary()
-      row['epoch'] = iterator.epoch_float
+      cursor = iterator.cursor
+      row['epoch'] = (
+        cursor['epoch'] + cursor['position'] / iterator.num_examples
+      )
       row['throughput/tokens_per_second'] = (
         row['num_tokens'] * row['groups/rounds'] / timer.seconds['generate']
       )
@@ -171,7 +175,7 @@ def train(
           done,
           state,
           {
-            'cursor': iterator.cursor,
+            'cursor': cursor,
             'settings': dataclasses.asdict(settings),
             'versions': {
               'gdpo_jax': gdpo_jax.__version__,
