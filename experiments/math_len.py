@@ -26,9 +26,13 @@ _DRY_RUN = flags.DEFINE_bool(
 
 def task_of(config):
   """The task of a config; raises ValueError before anything is loaded."""
-  return math_len.math_len(
-    **config.task.to_dict(), max_new_tokens=config.max_new_tokens
-  )
+  if config.task.limit_tokens > config.max_new_tokens:
+    raise ValueError(
+      f'limit_tokens {config.task.limit_tokens} is above max_new_tokens '
+      f'{config.max_new_tokens}: every answer would be within the limit; lower '
+      'the one or raise the other.'
+    )
+  return math_len.math_len(**config.task.to_dict())
 
 
 def main(argv):
