@@ -168,9 +168,9 @@ def start(main: Callable[[list[str]], None]) -> None:
 
   try:
     app.run(guarded)
-  except AttributeError as error:
+  except (AttributeError, KeyError) as error:
     # a field that no config has; ml_collections names the nearest one
-    print(f'error: {error}', file=sys.stderr)
+    print(f'error: no such setting: {error.args[0]}', file=sys.stderr)
     sys.exit(2)
 
 

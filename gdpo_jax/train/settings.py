@@ -43,6 +43,12 @@ ALGORITHMS = {
     'max_rounds': 4,
   },
 }
+# Every other published way to combine rewards, in GRPO's loss, with the batch
+# step that its paper has.
+for _name, _function in advantages.ADVANTAGES.items():
+  if _name not in ALGORITHMS:
+    _whiten = inspect.signature(_function).parameters['whiten'].default
+    ALGORITHMS[_name] = {**_GRPO_LOSS, 'advantage': _name, 'whiten': _whiten}
 _UNSET = {'max_rounds': 1}
 
 
