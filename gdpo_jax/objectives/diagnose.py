@@ -89,9 +89,10 @@ def distinct_per_group(advantages: Array, rows: Array | None = None) -> Array:
 
 def _distinct(x: Array, rows: Array, tolerance: float) -> Array:
   """Rows of [P, G, F] that are unlike all rows before them, counted; i32[P]."""
-  scale = jnp.max(jnp.abs(jnp.where(rows[..., None], x, 0.0)), initial=0.0)
+  size = jnp.abs(jnp.where(rows[..., None], x, 0.0))
+  scale = jnp.max(size, axis=(1, 2), keepdims=True)[..., None]
   apart = jnp.abs(x[:, :, None] - x[:, None, :])
-  same = jnp.all(apart <= tolerance * scale, axis=-1)  # [P, G, G]
+  same = jnp.all(apart <= tolerance * scale, axis=-1)  # bool[P, G, G]
   earlier = jnp.tril(jnp.ones(same.shape[1:], bool), -1)
   seen = jnp.any(same & earlier & rows[:, None, :], axis=-1)
   return jnp.sum(rows & ~seen, axis=1)

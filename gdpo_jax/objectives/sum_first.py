@@ -179,15 +179,16 @@ def dvao(
   Eq. 9: z-scores weighted by `w_k std_k`, so that a reward that tells the group
   apart counts more. Never larger than GRPO's, and equal to it where all rewards
   are perfectly correlated. The scale of the weights cancels. One constant reward
-  is harmless; where all are constant the group is 0. The authors use ddof 0 and
-  no eps, and warn of groups of four and fewer.
+  is harmless; where all are constant the group is 0. A row without some reward
+  gets 0 from it. The authors use ddof 0 and no eps, and warn of groups of four
+  and fewer.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
-  total = combine.weighted_sum(rewards, valid, weights)
-  std = masked.moments(rewards, valid, axis=1, ddof=ddof).std
-  loudness = jnp.sum(std * jnp.abs(weights), axis=-1)
-  centred = combine.within_group(total).centred
-  values = masked.safe_divide(centred, loudness + eps)
+  group = masked.moments(rewards, valid, axis=1, ddof=ddof)
+  total = combine.weighted_sum(group.centred, valid, weights)
+  total = combine.settle(total)
+  loudness = jnp.sum(group.std * jnp.abs(weights), axis=-1)
+  values = masked.safe_divide(total.values, loudness + eps)
   total = combine.single(values, total.valid)
   return combine.batch_step(total, whiten, eps, ddof, mask, axis_name)
 

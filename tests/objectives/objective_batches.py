@@ -1,0 +1,99 @@
+"""Batches and callers that several tests of the advantages share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdpo_jax.objectives import advantages, presets
+
+NAN = float('nan')
+METHODS = advantages.ADVANTAGES | presets.PRESETS
+
+# One batch for every worked example: P=2, G=4, K=2.
+E = np.array(
+  [
+    [[1, 1], [1, 0], [0, 0.5], [0, 0.5]],
+    [[1, 1], [0, 1], [0, 1], [0, 0.5]],
+  ],
+  np.float32,
+)
+UNIT = np.array([[0, 1], [0, 1]], np.float32)  # bounds for E
+
+
+def groups(*rows):
+  """[P, G, K] from one list of K-tuples per group."""
+  return np.array(rows, np.float32)
+
+
+def columns(*rewards):
+  """[1, G, K] from one list per reward."""
+  return np.array(rewards, np.float32).T[None]
+
+
+@functools.cache
+def _jitted(name, settings):
+  return jax.jit(functools.partial(METHODS[name], **dict(settings)))
+
+
+def call(name, rewards, weights=None, **kwargs):
+  """The named method on rewards in which NaN is missing; eps 0; f32[P, G]."""
+  rewards = jnp.asarray(rewards, jnp.float32)
+  weights = jnp.ones(rewards.shape[-1]) if weights is None else weights
+  kwargs = {'eps': 0.0} | kwargs
+  arrays = {k: v for k, v in kwargs.items() if hasattr(v, 'shape')}
+  settings = tuple((k, v) for k, v in kwargs.items() if k not in arrays)
+  return np.asarray(
+    _jitted(name, settings)(
+      rewards, ~jnp.isnan(rewards), jnp.asarray(weights, jnp.float32), **arrays
+    )
+  )
+
+
+def extras(shape):
+  """What some methods need beside rewards of shape [P, G, K]."""
+  rows = np.arange(shape[0] * shape[1])
+  return {
+    'bounds': np.tile(np.array([-4, 4], np.float32), (shape[2], 1)),
+    'mask': np.arange(3) < (1 + rows % 3)[:, None],
+  }
+
+
+def every(rewards, valid, weights, bounds, mask, eps, axis_name=None):
+  """{method: f32[P, G]}, every method as it is meant to be used."""
+  out = {}
+  for name, method in METHODS.items():
+    needs = {
+      'sa_mrpo': {'bounds': bounds},
+      'saw': {'bounds': bounds},
+      'ddca': {'threshold': 1.0},  # rewards up to 1 are not yet correct
+    }
+    out[name] = method(
+      rewards,
+      valid,
+      weights,
+      eps=eps,
+      mask=mask,
+      axis_name=axis_name,
+      **needs.get(name, {}),
+    )
+  return out
+
+
+every_jitted = jax.jit(every, static_argnames=['axis_name'])
+
+
+def call_every(rewards, weights=None, eps=0.0, **kwargs):
+  """`every` on rewards in which NaN is missing; numpy values."""
+  rewards = np.asarray(rewards, np.float32)
+  weights = np.ones(rewards.shape[-1]) if weights is None else weights
+  kwargs = extras(rewards.shape) | kwargs
+  out = every_jitted(
+    rewards,
+    ~np.isnan(rewards),
+    np.asarray(weights, np.float32),
+    eps=np.float32(eps),
+    **kwargs,
+  )
+  return {name: np.asarray(values) for name, values in out.items()}
