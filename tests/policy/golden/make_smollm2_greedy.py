@@ -28,8 +28,18 @@ CHATS = [
     {'role': 'assistant', 'content': 'An apple.'},
     {'role': 'user', 'content': 'Describe it in detail, please.'},
   ],
-  [{'role': 'user', 'content': 'Write a Python function that adds two numbers.'}],
-  [{'role': 'user', 'content': 'Tell me a story about a caf\u00e9 in K\u00f6ln.'}],
+  [
+    {
+      'role': 'user',
+      'content': 'Write a Python function that adds two numbers.',
+    }
+  ],
+  [
+    {
+      'role': 'user',
+      'content': 'Tell me a story about a caf\u00e9 in K\u00f6ln.',
+    }
+  ],
 ]
 NEW_TOKENS = 32
 STRIDE = 256  # of the logits that are kept
@@ -85,7 +95,10 @@ def main():
     )
     print(records[-1]['smallest_margin'], repr(tokenizer.decode(ids)))
   out = pathlib.Path(__file__).with_name('smollm2_greedy.json')
-  versions = {'torch': torch.__version__, 'transformers': transformers.__version__}
+  versions = {
+    'torch': torch.__version__,
+    'transformers': transformers.__version__,
+  }
   out.write_text(
     json.dumps(
       {'versions': versions, 'stride': STRIDE, 'chats': records}, indent=1
