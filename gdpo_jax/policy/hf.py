@@ -131,8 +131,13 @@ def load_config(directory: str | os.PathLike) -> PolicyConfig:
   generation = read_json(directory / 'generation_config.json')
   eos = _as_list(config.get('eos_token_id'))
   eos += _as_list(generation.get('eos_token_id'))
-  config['eos_token_id'] = list(dict.fromkeys(eos)) or None
-  return PolicyConfig.from_hf(config)
+  try:
+    config['eos_token_id'] = list(dict.fromkeys(eos)) or None
+    return PolicyConfig.from_hf(config)
+  except (TypeError, OverflowError) as error:
+    raise ValueError(
+      f'{directory}/config.json has a value of the wrong kind: {error}.'
+    ) from error
 
 
 def assemble(

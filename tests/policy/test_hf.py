@@ -230,6 +230,7 @@ Q = 'model.layers.1.self_attn.q_proj.weight'
     (lambda c, w: c.update(num_hidden_layers=10**12), 'lacks'),
     (lambda c, w: c.update(vocab_size=10**12), f'{EMBED}.*has shape'),
     (lambda c, w: c.update(num_hidden_layers=1), 'no place for'),
+    (lambda c, w: c.update(hidden_size=[24]), 'wrong kind'),
   ],
 )
 def test_what_does_not_fit_is_named(tmp_path, change, message):
