@@ -232,7 +232,9 @@ def _config(metadata, tensors, file):
     value = metadata.get(f'{architecture}.{key}')
     if isinstance(value, float):
       value = float(str(np.float32(value)))  # 1e-5, not 9.9999997e-6
-    if value is not None and not isinstance(value, int | float):
+    if value is not None and not (
+      isinstance(value, int | float) and (value > 0 or field == 'num_experts')
+    ):
       raise ValueError(f'{file} has {architecture}.{key} = {value!r:.80}.')
     config[field] = value
   embedding = tensors.get('token_embd.weight')

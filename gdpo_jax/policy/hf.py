@@ -111,6 +111,8 @@ def load(
           'truncated or damaged, fetch it again.'
         ) from error
       for name in opened.keys():  # noqa: SIM118, it is not a mapping
+        if _HARMLESS.search(name):
+          continue
         if name in tensors:
           raise ValueError(f'{name!r} is in {file} and in another shard too.')
         tensors[name] = _tensor(opened.get_slice(name), name, file)
@@ -342,9 +344,7 @@ def _check_names(config, leaves, tensors, source, rename):
     )
   known = {rename(name) for leaf in leaves for name in leaf.names()}
   known.add(rename(_HEAD))  # where tied, it is compared with the embedding
-  surplus = sorted(
-    name for name in tensors.keys() - known if not _HARMLESS.search(name)
-  )
+  surplus = sorted(tensors.keys() - known)
   if surplus:
     raise ValueError(
       f'{source} has {len(surplus)} tensors that a {config.family} model of '
@@ -434,12 +434,9 @@ def _write_configs(directory, config, tokenizer, dtype):
   if tokenizer is not None:
     tokenizer.save(directory)
     eos += [i for i in tokenizer.eos_ids if i not in eos]
-  generation = {
-    'bos_token_id': config.bos_id,
-    'eos_token_id': eos or None,
-    'pad_token_id': config.pad_id,
-  }
   written = dataclasses.replace(config, eos_ids=tuple(eos)).to_hf()
+  ids = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+  generation = {key: written[key] for key in ids}
   for name, value in (
     ('config.json', written | {'torch_dtype': dtype}),
     ('generation_config.json', generation),

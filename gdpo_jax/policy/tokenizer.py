@@ -115,9 +115,10 @@ class Tokenizer:
       'clean_up_tokenization_spaces': False,
       **self._special_tokens(),
     }
+    several = list(self.eos_ids)
     generation = {
       'bos_token_id': self.bos_id,
-      'eos_token_id': list(self.eos_ids) or None,
+      'eos_token_id': several if len(several) > 1 else self.eos_id,
       'pad_token_id': self.pad_id,
     }
     files = {

@@ -45,6 +45,50 @@ class WorkerDied(Exception):
   """The worker process ended by itself (os._exit, a crash, out of memory)."""
 
 
+class Process:
+  """A fresh Python that runs one file of this package, with a socket to it.
+
+  The program gets the socket's number as its argument and must end, with
+  everything it started, when its standard input closes.
+  """
+
+  def __init__(self, program: str, env: dict[str, str], *, quiet: bool = False):
+    ours, theirs = socket.socketpair()
+    with theirs:
+      self._process = subprocess.Popen(
+        [sys.executable, '-I', '-S', program, str(theirs.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+        env=env,
+        stdout=subprocess.DEVNULL if quiet else None,
+        stderr=subprocess.DEVNULL if quiet else None,
+      )
+    self._socket = ours
+
+  def send(self, data: bytes, deadline: float):
+    """Writes one frame before `deadline` (monotonic seconds)."""
+    self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+    send(self._socket, data)
+
+  def receive(self, deadline: float) -> bytes:
+    """Reads one frame, or raises TimeoutError or EOFError."""
+    return receive(self._socket, deadline)
+
+  def kill(self):
+    """Ends the program and all it started; returns when they are gone."""
+    with contextlib.suppress(OSError):
+      self._process.stdin.close()  # the sign
+    try:
+      self._process.wait(timeout=15)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+      self._process.wait()
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)  # wakes a call in flight
+    self._socket.close()
+
+
 class Worker:
   """One worker process around one target; replaced whenever it is killed.
 
@@ -92,10 +136,10 @@ class Worker:
     request = pickle.dumps((args, kwargs), protocol=5)
     try:
       if not self._ready:
-        _receive(self._socket, time.monotonic() + _START_TIMEOUT_S)
+        self._process.receive(time.monotonic() + _START_TIMEOUT_S)
         self._ready = True
       self._deadline = time.monotonic() + timeout_s
-      _send(self._socket, request, self._deadline)
+      self._process.send(request, self._deadline)
     except (EOFError, OSError) as error:  # TimeoutError is an OSError
       self._problem = error
 
@@ -104,7 +148,7 @@ class Worker:
     try:
       if self._problem is not None:
         raise self._problem
-      reply = _receive(self._socket, self._deadline)
+      reply = self._process.receive(self._deadline)
     except TimeoutError:
       self._restart()
       raise TimeoutError(f'no result within {self._timeout_s} s') from None
@@ -120,40 +164,20 @@ class Worker:
     """Kills the process and all its children; returns when they are gone."""
     with self._lock:
       self._closed = True
-      self._kill()
+      self._process.kill()
 
   def _start(self):
-    ours, theirs = socket.socketpair()
-    with theirs:
-      self._process = subprocess.Popen(
-        [sys.executable, '-I', '-S', __file__, str(theirs.fileno())],
-        stdin=subprocess.PIPE,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-        # Should a reward import jax after all, it must not take the device.
-        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-      )
-    self._socket = ours
+    # Should a reward import jax after all, it must not take the device.
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+    self._process = Process(__file__, env)
     self._ready = False
     with contextlib.suppress(OSError):  # the next call will tell
-      _send(ours, self._setup, time.monotonic() + _START_TIMEOUT_S)
-
-  def _kill(self):
-    with contextlib.suppress(OSError):
-      self._process.stdin.close()  # the supervisor's sign
-    try:
-      self._process.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      self._process.wait()
-    with contextlib.suppress(OSError):
-      self._socket.shutdown(socket.SHUT_RDWR)  # wakes a call in flight
-    self._socket.close()
+      self._process.send(self._setup, time.monotonic() + _START_TIMEOUT_S)
 
   def _restart(self):
     with self._lock:
       if not self._closed:
-        self._kill()
+        self._process.kill()
         self._start()
 
 
@@ -227,13 +251,16 @@ def _is_users(module) -> bool:
   return not any(part in file.replace(os.sep, '/') for part in installed)
 
 
-def _send(sock: socket.socket, data: bytes, deadline: float):
-  """Writes one frame before `deadline` (monotonic seconds)."""
-  sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+def send(sock: socket.socket, data: bytes):
+  """Writes one frame: its length, then the data."""
   sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(sock: socket.socket, deadline: float | None) -> bytes:
+def receive(
+  sock: socket.socket,
+  deadline: float | None = None,
+  max_bytes: int = _MAX_REPLY_BYTES,
+) -> bytes:
   """Reads one frame, or raises TimeoutError or EOFError."""
 
   def read(size):
@@ -249,8 +276,8 @@ def _receive(sock: socket.socket, deadline: float | None) -> bytes:
     return b''.join(chunks)
 
   (size,) = _LENGTH.unpack(read(_LENGTH.size))
-  if size > _MAX_REPLY_BYTES:
-    raise EOFError(f'a reply of {size} bytes is over the limit')
+  if size > max_bytes:
+    raise EOFError(f'a frame of {size} bytes is over the limit')
   return read(size)
 
 
@@ -311,29 +338,24 @@ def kill_descendants(limit_s: float = 10.0):
     time.sleep(0.001)
 
 
-def _supervise(worker: int):
-  """Waits for the worker's end or the sign on stdin, then clears up."""
-  with open('/dev/null', 'rb+', buffering=0) as null:
-    os.dup2(null.fileno(), 1)  # a closed terminal must not matter here
+def supervise(child: int):
+  """Waits until the child ends or stdin closes, clears up, and exits."""
   watched = [0]
   with contextlib.suppress(AttributeError, OSError):  # Linux 5.3
-    watched.append(os.pidfd_open(worker))
-  while True:
-    ready = select.select(watched, [], [], None if len(watched) > 1 else 0.05)
-    if ready[0]:
+    watched.append(os.pidfd_open(child))
+  while not select.select(watched, [], [], None if watched[1:] else 0.05)[0]:
+    if os.waitpid(child, os.WNOHANG)[0]:
       break
-    if os.waitpid(worker, os.WNOHANG)[0]:
-      break
-  if sys.platform != 'linux':
+  if sys.platform != 'linux':  # no /proc to walk: the child's group at least
     with contextlib.suppress(ProcessLookupError, PermissionError):
-      os.killpg(worker, signal.SIGKILL)
+      os.killpg(child, signal.SIGKILL)
   kill_descendants()
   os._exit(0)
 
 
 def _serve(sock: socket.socket):
   """The worker: loads its target, then answers calls until the end."""
-  setup = pickle.loads(_receive(sock, None))
+  setup = pickle.loads(receive(sock))
   sys.path[:] = setup['path']
   if setup['memory_bytes']:
     import resource
@@ -345,11 +367,10 @@ def _serve(sock: socket.socket):
     target = pickle.loads(setup['target'])
   except BaseException as error:  # told to whoever calls, instead of dying
     problem = f'cannot be loaded: {type(error).__name__}: {error}'
-  sock.settimeout(None)
-  sock.sendall(_LENGTH.pack(0))
+  send(sock, b'ready')
   while True:
     try:
-      args, kwargs = pickle.loads(_receive(sock, None))
+      args, kwargs = pickle.loads(receive(sock))
       if problem:
         raise ImportError(problem)
       reply = pickle.dumps((True, target(*args, **kwargs)), protocol=5)
@@ -357,7 +378,7 @@ def _serve(sock: socket.socket):
       return
     except BaseException as error:
       reply = pickle.dumps((False, f'{type(error).__name__}: {error}'))
-    sock.sendall(_LENGTH.pack(len(reply)) + reply)
+    send(sock, reply)
 
 
 def _main():
@@ -366,7 +387,7 @@ def _main():
   pid = os.fork()  # nothing is loaded yet and there is one thread
   if pid:
     sock.close()
-    _supervise(pid)
+    supervise(pid)
   os.setsid()
   null = os.open('/dev/null', os.O_RDONLY)
   os.dup2(null, 0)
