@@ -1,23 +1,30 @@
 """Arithmetic problems made here: no download, any number of them.
 
   seed --draw--> Problem --split by hash--> train | held-out
-       --tell--> question --with worked examples--> prompt, answer
+       --in words, after worked examples--> prompt, answer
 
-A problem is a start and one to three steps; what it is called in words does
-not count: the split looks at operands and operations alone, so that no problem
-of the held-out side is ever trained on, whatever the seeds, names and objects.
+A problem is a start and one to three steps. The split looks at these alone, so
+that no problem of the held-out side is ever trained on, whatever the seed, the
+names and the objects.
+
+`arithmetic` is for chat models. It was fitted to SmolLM2-135M-Instruct, which
+at temperature 1 adds, subtracts and multiplies small numbers about every other
+time and imitates the two worked examples: one brief, one long-winded, both
+right. `tiny` is two-digit addition for a model of 1e5 parameters over single
+characters, with demonstrations to start from.
 """
 
-import functools
 import hashlib
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
-Example = dict[str, Any]
+from gdpo_jax.tasks.base import Layout, chat_prompt
 
-HELDOUT_SHARE = 0.2  # of all canonical problems
+Style = Literal['expression', 'story', 'mixed']
+Solution = Literal['brief', 'long']
 
+HELDOUT_SHARE = 0.25  # of all canonical problems
 INSTRUCTION = 'Solve the problem. End with a line "Answer: " and the number.'
 
 
@@ -44,8 +51,8 @@ class Problem(NamedTuple):
     """As text, with brackets where a product follows: '(5 + 7) * 2'."""
     text = str(self.start)
     for i, (operation, operand) in enumerate(self.steps):
-      bracket = operation == '*' and any(o != '*' for o, _ in self.steps[:i])
-      text = f'({text})' if bracket else text
+      if i and operation == '*' != self.steps[i - 1][0]:
+        text = f'({text})'
       text = f'{text} {operation} {operand}'
     return text
 
@@ -67,99 +74,293 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 class Level(NamedTuple):
-  """What a problem of this difficulty may contain."""
+  """What a problem of this difficulty is made of."""
 
   operations: int
-  largest: int  # operand of a sum or difference, and the start
+  largest: int  # number in a sum or difference; the factor of a product is <= 9
   limit: int  # no value on the way is larger
 
 
 LEVELS = {
   1: Level(operations=1, largest=9, limit=99),
-  2: Level(operations=1, largest=99, limit=99),
-  3: Level(operations=2, largest=9, limit=99),
-  4: Level(operations=2, largest=99, limit=199),
-  5: Level(operations=3, largest=99, limit=199),
+  2: Level(operations=1, largest=20, limit=99),
+  3: Level(operations=1, largest=99, limit=198),
+  4: Level(operations=2, largest=20, limit=99),
+  5: Level(operations=3, largest=20, limit=99),
 }
 
 
-def held_out(canonical: str) -> bool:
-  """On which side of the split a problem lies: a hash, so the same for ever."""
-  digest = hashlib.blake2b(canonical.encode(), digest_size=8).digest()
+def held_out(problem: Problem) -> bool:
+  """On which side of the split it lies: by a hash, so the same for ever."""
+  key = problem.canonical.encode()
+  digest = hashlib.blake2b(key, digest_size=8).digest()
   return int.from_bytes(digest) < HELDOUT_SHARE * 2**64
 
 
 def draw(rng: random.Random, level: int) -> Problem:
-  """A problem of that level: operands from 2 on, no value below 0."""
+  """A problem of that level: numbers from 2 on, no value below 0."""
   operations, largest, limit = LEVELS[level]
   while True:
     problem = Problem(
       rng.randint(2, largest),
       tuple(
         (op, rng.randint(2, 9 if op == '*' else largest))
-        for op in rng.choices('++--*', k=operations)
+        for op in rng.choices('+-*', k=operations)
       ),
     )
     if all(0 <= value <= limit for value in problem.values):
       return problem
 
 
-# ---- in words --------------------------------------------------------------
+# In words.
 
 _NAMES = (
-  'Ada Ben Chloe Dario Elif Farah Goran Hana Ivan Jun Kofi Lena Mateo Nadia '
-  'Omar Priya Quinn Rosa Samir Tove'
-).split()
+  'Ada', 'Ben', 'Chloe', 'Dario', 'Elif', 'Farah', 'Goran', 'Hana', 'Ivan',
+  'Jun', 'Kofi', 'Lena', 'Mateo', 'Nadia', 'Omar', 'Priya', 'Quinn', 'Rosa',
+  'Samir', 'Tove',
+)  # fmt: skip
 _OBJECTS = (
-  'apples books buttons candles cards coins cups eggs flowers keys lemons '
-  'marbles pens plums seeds shells stamps stones tickets toys'
-).split()
-_STARTS = (
-  '{name} has {n} {objects}.',
-  'There are {n} {objects} on the table of {name}.',
-  '{name} counts {n} {objects}.',
-)
-_BAGS = (  # a product that comes first
-  '{name} has {m} bags with {n} {objects} in each.',
-  '{name} fills {m} boxes, and {n} {objects} go into each.',
-)
-_STEPS = {
+  'apples', 'books', 'buttons', 'candles', 'cards', 'coins', 'cups', 'eggs',
+  'flowers', 'keys', 'lemons', 'marbles', 'pens', 'plums', 'seeds', 'shells',
+  'stamps', 'stones', 'tickets', 'toys',
+)  # fmt: skip
+_FIRST = {
   '+': (
-    '{name} gets {n} more.',
-    'A friend brings {n} more {objects}.',
-    '{name} finds {n} more {objects}.',
+    '{name} has {a} {objects} and gets {b} more.',
+    '{name} has {a} {objects} and finds {b} more.',
+    '{name} has {a} {objects} and buys {b} more.',
   ),
   '-': (
-    '{name} gives away {n}.',
-    '{name} loses {n} of them.',
-    '{n} of the {objects} are sold.',
+    '{name} has {a} {objects} and gives away {b}.',
+    '{name} has {a} {objects} and loses {b} of them.',
+    '{name} has {a} {objects} and sells {b}.',
   ),
   '*': (
-    'Then the number of {objects} grows to {n} times as many.',
-    'Later there are {n} times as many {objects}.',
+    '{name} has {b} bags with {a} {objects} in each.',
+    '{name} fills {b} boxes with {a} {objects} each.',
   ),
 }
-_QUESTIONS = (
-  'How many {objects} are there now?',
-  'How many {objects} are there in the end?',
-)
+_THEN = {
+  '+': ('Then {name} gets {b} more.', 'A friend brings {b} more.'),
+  '-': ('Then {name} gives away {b}.', 'Then {b} of them are sold.'),
+  '*': ('Then {name} trades them for {b} times as many.',),
+}
+_ASKED = ('What is {}?', 'How much is {}?', 'Find {}.')
 
 
-def story(problem: Problem, rng: random.Random) -> str:
-  """The problem in words; names, objects and phrases are drawn."""
+def _story(problem: Problem, rng: random.Random) -> str:
   words = {'name': rng.choice(_NAMES), 'objects': rng.choice(_OBJECTS)}
-  steps = problem.steps
-  if steps[0][0] == '*':
-    start = rng.choice(_BAGS).format(n=problem.start, m=steps[0][1], **words)
-    steps = steps[1:]
-  else:
-    start = rng.choice(_STARTS).format(n=problem.start, **words)
-  told = [rng.choice(_STEPS[op]).format(n=n, **words) for op, n in steps]
-  question = rng.choice(_QUESTIONS).format(**words)
-  return ' '.join([start, *told, question])
+  told = [
+    rng.choice((_THEN if i else _FIRST)[op]).format(
+      a=problem.start, b=operand, **words
+    )
+    for i, (op, operand) in enumerate(problem.steps)
+  ]
+  question = 'How many {objects} does {name} have now?'.format(**words)
+  return ' '.join([*told, question])
 
 
-def expression(problem: Problem, rng: random.Random) -> str:
-  """The bare sum: 'What is (5 + 7) * 2?'."""
-  del rng  # there is one way to write it
-  return f'What is {problem.expression}?'
+def _question(problem: Problem, style: str, rng: random.Random) -> str:
+  if style == 'mixed':
+    style = rng.choice(('expression', 'story'))
+  if style == 'story':
+    return _story(problem, rng)
+  return rng.choice(_ASKED).format(problem.expression)
+
+
+def solution(problem: Problem, style: Solution) -> str:
+  """A right answer: a line per step, and one that says it again if 'long'."""
+  lines = []
+  for (op, b), a, c in zip(problem.steps, problem.values, problem.values[1:]):
+    lines.append(f'{a} {op} {b} = {c}')
+    if style == 'long':
+      lines.append(f'So {a} {op} {b} is equal to {c}.')
+  return '\n'.join([*lines, f'Answer: {problem.answer}'])
+
+
+# Asked in no example, as their answers can be read off the prompt.
+_WORKED = {
+  1: (Problem(4, (('+', 3),)), Problem(9, (('-', 4),))),
+  2: (
+    Problem(4, (('+', 3), ('*', 2))),
+    Problem(9, (('-', 4), ('+', 6))),
+  ),
+  3: (
+    Problem(4, (('+', 3), ('*', 2), ('-', 5))),
+    Problem(9, (('-', 4), ('+', 6), ('*', 3))),
+  ),
+}
+
+
+def _worked(operations: int, style: str, solutions: Sequence[Solution]):
+  """(question, answer) pairs, the same in every prompt."""
+  style = 'story' if style == 'story' else 'expression'
+  return [
+    (_question(problem, style, random.Random(i)), solution(problem, how))
+    for i, (problem, how) in enumerate(zip(_WORKED[operations], solutions))
+  ]
+
+
+def arithmetic(
+  level: int | Sequence[int] = (1, 2),
+  num_train: int = 1024,
+  num_heldout: int = 256,
+  seed: int = 0,
+  style: Style = 'expression',
+  worked: Sequence[Solution] = ('brief', 'long'),
+  layout: Layout = 'turns',
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """Makes problems for a chat model.
+
+  Args:
+    level: 1 to 5, or several, of which each problem gets one at random.
+      One operation on numbers up to 9 (1), 20 (2), 99 (3); two (4) and three
+      (5) operations on numbers up to 20.
+    num_train: number of training examples.
+    num_heldout: number of held-out examples.
+    seed: of both.
+    style: bare sums ('expression'), word problems ('story'), or half and half.
+    worked: how each worked example before the question is solved; at most two.
+    layout: worked examples as turns of the chat, or all in one user message.
+  Returns:
+    (train, heldout); an example has 'prompt' (chat messages), 'answer' (the
+    number as text), 'problem' (the sum) and 'level'. No prompt comes twice.
+  Raises:
+    ValueError: an unknown level or style, or more examples than there are.
+  """
+  levels = (level,) if isinstance(level, int) else tuple(level)
+  if not levels or not set(levels) <= set(LEVELS):
+    raise ValueError(f'level must be among {sorted(LEVELS)}, got {level!r}.')
+  if style not in ('expression', 'story', 'mixed'):
+    raise ValueError(
+      f"style must be 'expression', 'story' or 'mixed', got {style!r}."
+    )
+  worked = tuple(worked)
+  if len(worked) > 2 or not set(worked) <= {'brief', 'long'}:
+    raise ValueError(
+      f"worked takes at most two of 'brief' and 'long', got {worked!r}."
+    )
+  shown = {problem.canonical for pair in _WORKED.values() for problem in pair}
+
+  def make(rng: random.Random):
+    chosen = rng.choice(levels)
+    problem = draw(rng, chosen)
+    if problem.canonical in shown:
+      return None
+    question = _question(problem, style, rng)
+    examples = _worked(len(problem.steps), style, worked)
+    return problem, {
+      'prompt': chat_prompt(question, INSTRUCTION, examples, layout),
+      'answer': str(problem.answer),
+      'problem': problem.expression,
+      'level': chosen,
+    }
+
+  what = f'{style} problems of level {level}'
+  return _split(make, num_train, num_heldout, seed, what)
+
+
+def _split(make, num_train, num_heldout, seed, what):
+  """Draws until both sides are full; a prompt that came before is skipped."""
+  rng = random.Random(seed)
+  sides: dict[bool, list] = {False: [], True: []}
+  wanted = {False: num_train, True: num_heldout}
+  seen: set[str] = set()
+  since_new = 0
+  while any(len(sides[side]) < wanted[side] for side in sides):
+    # a new prompt in 20,000 draws or none: each of the few that are left
+    # would have shown up by then
+    since_new += 1
+    if since_new > 20_000:
+      raise ValueError(
+        f'there are only about {len(sides[False])} training and '
+        f'{len(sides[True])} held-out {what}, but {num_train} and '
+        f'{num_heldout} were asked for; ask for fewer or add a level.'
+      )
+    made = make(rng)
+    if made is None or str(made[1]['prompt']) in seen:
+      continue
+    problem, example = made
+    side = held_out(problem)
+    if len(sides[side]) == wanted[side]:
+      continue
+    seen.add(str(example['prompt']))
+    sides[side].append(example)
+    since_new = 0
+  return sides[False], sides[True]
+
+
+# For a model of single characters.
+
+TINY_ALPHABET = '0123456789+:>;='
+TINY_LIMIT_TOKENS = 11  # 'columns' with EOS: 6 + '=' + at most 3 digits + 1
+_TINY_STYLES = {'direct': 0.25, 'columns': 0.15, 'full': 0.6}
+
+
+def tiny(
+  num_train: int = 4096, num_heldout: int = 512, seed: int = 0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """Two-digit additions for a model of single characters: '12+34:'.
+
+  The final answer is the last number of the completion.
+
+  Returns:
+    (train, heldout); an example has 'prompt', 'answer' and 'problem'.
+  """
+
+  def make(rng: random.Random):
+    problem = _tiny_problem(rng)
+    return problem, {
+      'prompt': _tiny_prompt(problem),
+      'answer': str(problem.answer),
+      'problem': problem.expression,
+    }
+
+  return _split(make, num_train, num_heldout, seed, 'two-digit additions')
+
+
+def tiny_demonstrations(
+  seed: int, n: int, wrong: float = 0.3
+) -> list[tuple[str, str]]:
+  """Where the tiny model starts from: n pairs of prompt and completion.
+
+  Of training problems only, in three styles: the sum alone ('=46', 25%),
+  after the totals of the columns from the right ('06;04;=46', 15%), after how
+  the totals come about ('2+4+0>06;1+3+0>04;=46', 60%). A share `wrong` ends in
+  a number that is off by 1, 10 or 100. The middle style is right and short,
+  and rare: reinforcement learning has something to find.
+
+  Returns:
+    n pairs; completions come without EOS.
+  """
+  rng = random.Random(seed)
+  pairs = []
+  while len(pairs) < n:
+    problem = _tiny_problem(rng)
+    if held_out(problem):
+      continue
+    style = rng.choices(*zip(*_TINY_STYLES.items()))[0]
+    result = problem.answer
+    if rng.random() < wrong:
+      result = abs(result + rng.choice((-10, -1, 1, 10, 100)))
+    working = ''.join(_columns(problem, style)) if style != 'direct' else ''
+    pairs.append((_tiny_prompt(problem), f'{working}={result}'))
+  return pairs
+
+
+def _tiny_problem(rng: random.Random) -> Problem:
+  return Problem(rng.randrange(100), (('+', rng.randrange(100)),))
+
+
+def _tiny_prompt(problem: Problem) -> str:
+  return f'{problem.start:02d}+{problem.steps[0][1]:02d}:'
+
+
+def _columns(problem: Problem, style: str) -> Iterator[str]:
+  """Column additions with carry, units first."""
+  a, b, carry = problem.start, problem.steps[0][1], 0
+  for _ in range(2):
+    total = a % 10 + b % 10 + carry
+    shown = f'{a % 10}+{b % 10}+{carry}>' if style == 'full' else ''
+    yield f'{shown}{total:02d};'
+    a, b, carry = a // 10, b // 10, total // 10
