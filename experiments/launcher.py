@@ -17,8 +17,7 @@ import jax
 import ml_collections
 import numpy as np
 import rich.console
-from absl import app
-from gdpo_jax.tasks.base import Task
+from absl import app, logging
 
 from gdpo_jax import sampler, sharding
 from gdpo_jax.policy import hf, weights
@@ -26,6 +25,7 @@ from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.hf import Pretrained
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
+from gdpo_jax.tasks.base import Task
 from gdpo_jax.train import loop, report, state, step, warm_start
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
@@ -158,6 +158,7 @@ def start(main: Callable[[list[str]], None]) -> None:
   """`app.run`, in which a mistake of the user is a sentence, not a traceback."""
 
   def guarded(argv):
+    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
     try:
       main(argv)
     except ValueError as error:
