@@ -279,7 +279,7 @@ class Collector:
     )
 
 
-def minibatches(batch: Batch, settings: Settings, key: jax.Array):
+def minibatches(batch: Batch, settings: Settings, key: jax.Array, mesh):
   """Yields `updates_per_step` mini-batches of whole groups.
 
   One pass and one update keep the order; otherwise each pass has its own
@@ -298,7 +298,8 @@ def minibatches(batch: Batch, settings: Settings, key: jax.Array):
     for start in range(0, settings.prompts_per_step, size):
       groups = order[start : start + size]
       rows = (groups[:, None] * group + np.arange(group)).reshape(-1)
-      yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+      part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
+      yield jax.device_put(part, sharding.rows(mesh))
 
 
 def _join(a, b):

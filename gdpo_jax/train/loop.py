@@ -68,6 +68,7 @@ def train(
   mesh = sharding.make_mesh(
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
   )
+  _check_rows(settings, mesh)
   progress = progress or Progress()
   heldout = task.heldout if heldout is None else heldout
   names = tuple(reward.name for reward in task.rewards)
@@ -146,7 +147,7 @@ def train(
       experience = collect(state.params, ref_params, key, step, timer)
       new: dict[str, Any] = {}
       with timer('update'):
-        for minibatch in minibatches(experience.batch, settings, key):
+        for minibatch in minibatches(experience.batch, settings, key, mesh):
           state, update = train_step(state, minibatch)
           new = metrics_lib.merge(new, update)
         state = state._replace(step=state.step + 1)
@@ -199,6 +200,18 @@ def train(
       final = held_out(int(state.step), 'after training')
       history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
   return Result(state, history, final, directory)
+
+
+def _check_rows(settings: Settings, mesh) -> None:
+  shards = sharding.num_row_shards(mesh)
+  rows = settings.prompts_per_update * settings.group_size
+  if rows % shards:
+    raise ValueError(
+      f'an update of {rows} rows (prompts_per_update '
+      f'{settings.prompts_per_update} * group_size {settings.group_size}) '
+      f'cannot be spread over {shards} devices; make it a multiple, or lower '
+      'mesh_data * mesh_fsdp.'
+    )
 
 
 def _same_run(saved: dict[str, Any], settings: Settings) -> None:

@@ -134,7 +134,7 @@ def make_train_step(
     )
     loss, metrics, grads = jax.lax.fori_loop(0, trips, add, zeros)
 
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     updates, opt = optimizer.update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
