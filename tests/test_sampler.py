@@ -1,0 +1,348 @@
+"""The sampler: distributions, ends, keys, buckets, and the trainer's view."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from gdpo_jax import sampler
+from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.policy.policy import make_policy
+from gdpo_jax.sampler import Sampling, generate
+from gdpo_jax.types import Prompts
+
+CONFIG = PolicyConfig(
+  family='llama',
+  vocab_size=300,
+  width=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_width=48,
+  tied=True,
+  max_positions=256,
+)
+POLICY = make_policy(CONFIG)
+KEY = jax.random.key(7)
+# Every row of these ends somewhere, not all in the same place.
+EOS = tuple(range(7))
+
+
+@pytest.fixture(scope='module')
+def params():
+  params = POLICY.init(jax.random.key(0))
+  return jax.tree.map(lambda x: x * 10 if x.ndim == 3 else x, params)
+
+
+@pytest.fixture(scope='module')
+def prompts():
+  """Four prompts of 6, 4, 1 and 0 real tokens."""
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(7, 300, (4, 6)).astype(np.int32)
+  return Prompts(tokens, np.arange(6) >= np.array([[0], [2], [5], [6]]), [])
+
+
+SAMPLING = Sampling(4, 80, temperature=0.7, eos_ids=EOS, pad_id=299)
+
+
+@pytest.fixture(scope='module')
+def rollout(params, prompts):
+  return generate(POLICY, params, prompts, KEY, SAMPLING)
+
+
+# --- one token ---------------------------------------------------------------
+
+LOGITS = jnp.array([[2.0, 1.0, 0.0]])
+
+
+def draw(uniform, **options):
+  token, logp = sampler.sample(
+    LOGITS, jnp.array([uniform]), Sampling(1, 1, **options)
+  )
+  return int(token[0]), float(logp[0])
+
+
+@pytest.mark.parametrize(
+  ('uniform', 'options', 'token', 'logp'),
+  [
+    # softmax([2, 1, 0]) = 0.665241, 0.244728, 0.090031
+    (0.0, {}, 0, -0.407606),
+    (0.66, {}, 0, -0.407606),
+    (0.67, {}, 1, -1.407606),
+    (0.92, {}, 2, -2.407606),
+    (0.999999, {}, 2, -2.407606),
+    # softmax([4, 2, 0]), not the log-prob divided by the temperature
+    (0.86, {'temperature': 0.5}, 0, -0.142932),
+    (0.87, {'temperature': 0.5}, 1, -2.142932),
+    # nucleus of 0.9: two tokens, renormalized to 0.731059 and 0.268941
+    (0.73, {'top_p': 0.9}, 0, -0.313262),
+    (0.999999, {'top_p': 0.9}, 1, -1.313262),
+    (0.999999, {'top_p': 0.6}, 0, 0.0),
+    (0.999999, {'top_k': 2}, 1, -1.313262),
+    (0.999999, {'top_k': 1}, 0, 0.0),
+    (0.999999, {'top_k': 5}, 2, -2.407606),
+    # the second has 0.3679 of the first, the third 0.1353
+    (0.999999, {'min_p': 0.3}, 1, -1.313262),
+    (0.999999, {'min_p': 0.4}, 0, 0.0),
+    # top-p of what top-k leaves: 0.731059 is enough for 0.7
+    (0.999999, {'top_k': 2, 'top_p': 0.7}, 0, 0.0),
+    # greedy, with the log-prob of temperature 1
+    (0.999999, {'temperature': 0.0}, 0, -0.407606),
+  ],
+)
+def test_one_draw_by_hand(uniform, options, token, logp):
+  assert draw(uniform, **options) == (token, pytest.approx(logp, abs=1e-5))
+
+
+def test_ties_keep_exactly_k():
+  logits = jnp.zeros((200, 10))
+  uniform = jnp.linspace(0, 0.9999, 200)
+  for options in ({'top_k': 3}, {'top_p': 0.25}):
+    token, logp = sampler.sample(logits, uniform, Sampling(1, 1, **options))
+    assert set(token.tolist()) == {0, 1, 2}
+    np.testing.assert_allclose(logp, np.log(1 / 3), atol=1e-6)
+
+
+def test_frequencies_follow_the_softmax():
+  """Chi-square of 200,000 draws over 300 tokens (not a multiple of 128)."""
+  count = 200_000
+  logits = jax.random.normal(jax.random.key(1), (1, 300)) * 1.5
+  uniforms = jax.random.uniform(jax.random.key(2), (count // 1000, 1000))
+  tokens = jax.lax.map(
+    lambda u: sampler.sample(
+      jnp.broadcast_to(logits, (1000, 300)), u, Sampling(1, 1)
+    )[0],
+    uniforms,
+  )
+  seen = np.bincount(np.ravel(tokens), minlength=300)
+  expected = count * np.asarray(jax.nn.softmax(logits[0]), np.float64)
+  assert len(seen) == 300
+  statistic = np.sum((seen - expected) ** 2 / expected)
+  # 299 degrees of freedom: mean 299, standard deviation 24.5
+  assert abs(statistic - 299) < 4 * 24.5
+
+
+def test_no_draw_leaves_the_support():
+  """A token of weight 0 is never hit, at the ends of [0, 1) or in between."""
+  weights = jax.random.uniform(jax.random.key(0), (1, 1000))
+  weights = jnp.where(jnp.arange(1000) % 7 == 3, weights, 0.0)
+  uniforms = jnp.concatenate(
+    [jnp.linspace(0, 1, 5000)[:-1], jnp.array([1 - 2**-24])]
+  )
+  token, _ = sampler._invert(jnp.tile(weights, (5000, 1)), uniforms)
+  assert jnp.all(weights[0, token] > 0)
+  assert jnp.all(jnp.diff(token) >= 0)
+  assert len(set(token.tolist())) == 143
+
+
+# --- rollouts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('group_size', [1, 4])
+def test_trainer_agrees(params, rollout, group_size):
+  """Left padding of four lengths, temperature 0.7, two cache sizes."""
+  logp, _ = POLICY.log_probs(
+    params, rollout, group_size=group_size, temperature=0.7
+  )
+  np.testing.assert_allclose(logp, rollout.logp, atol=1e-4)
+  assert rollout.logp.min() < -1  # not a degenerate model
+  assert rollout.mask.sum(1).max() > sampler.BUCKET
+
+
+def test_shapes_and_prompts(prompts, rollout):
+  assert rollout.tokens.shape == rollout.mask.shape == (16, 80)
+  assert rollout.logp.dtype == jnp.float32
+  np.testing.assert_array_equal(rollout.prompt, prompts.tokens.repeat(4, 0))
+  np.testing.assert_array_equal(rollout.prompt_mask, prompts.mask.repeat(4, 0))
+
+
+def test_ends(rollout):
+  """The first end token is kept, what follows is pads off the mask."""
+  lengths = rollout.mask.sum(axis=1)
+  assert len(set(lengths.tolist())) > 3
+  for tokens, mask, logp, ended, n in zip(
+    *map(np.asarray, rollout[2:]), lengths, strict=True
+  ):
+    assert mask[:n].all() and not mask[n:].any()
+    assert not np.isin(tokens[: n - 1], EOS).any()
+    assert np.isin(tokens[n - 1], EOS) == ended
+    assert ended or n == 80
+    assert (tokens[n:] == 299).all() and not logp[n:].any()
+
+
+def test_several_ends_the_first_wins(params, prompts):
+  free = generate(POLICY, params, prompts, KEY, Sampling(1, 8))
+  row = free.tokens[0].tolist()
+  assert len(set(row)) == 8
+  assert free.mask.all() and not free.ended.any()
+  ends = Sampling(1, 8, eos_ids=(row[5], row[2], row[7]))
+  out = generate(POLICY, params, prompts, KEY, ends)
+  assert out.tokens[0].tolist() == row[:3] + [0] * 5
+  assert out.mask[0].tolist() == [True] * 3 + [False] * 5
+  assert out.ended[0]
+
+
+def test_end_tokens_as_tokenizers_give_them():
+  assert Sampling(1, 8, eos_ids=5).eos_ids == (5,)
+  assert Sampling(1, 8, eos_ids=[5, 6]) == Sampling(1, 8, eos_ids=(5, 6))
+
+
+def test_a_row_depends_on_its_prompt_and_id_alone(params, prompts, rollout):
+  """Another batch, other neighbours, more padding: the same sample."""
+  wider = Prompts(
+    np.pad(prompts.tokens[1:3], ((0, 0), (3, 0)), constant_values=5),
+    np.pad(prompts.mask[1:3], ((0, 0), (3, 0))),
+    [],
+  )
+  alone = generate(
+    POLICY, params, wider, KEY, SAMPLING, row_ids=jnp.arange(4, 12)
+  )
+  np.testing.assert_array_equal(alone.tokens, rollout.tokens[4:12])
+  np.testing.assert_allclose(alone.logp, rollout.logp[4:12], atol=1e-4)
+
+
+def test_a_shorter_limit_is_a_prefix(params, prompts, rollout):
+  short = generate(
+    POLICY,
+    params,
+    prompts,
+    KEY,
+    Sampling(4, 9, temperature=0.7, eos_ids=EOS, pad_id=299),
+  )
+  np.testing.assert_array_equal(short.tokens, rollout.tokens[:, :9])
+
+
+def test_siblings_and_keys_differ(params, prompts, rollout):
+  first = np.asarray(rollout.tokens[:4, 0])
+  whole = {tuple(row) for row in np.asarray(rollout.tokens).tolist()}
+  assert len(whole) == 16 and len(set(first.tolist())) > 1
+  other = generate(POLICY, params, prompts, jax.random.key(8), SAMPLING)
+  assert jnp.any(other.tokens != rollout.tokens)
+  same = generate(POLICY, params, prompts, KEY, SAMPLING)
+  np.testing.assert_array_equal(same.tokens, rollout.tokens)
+
+
+def test_greedy_is_the_argmax(params, prompts):
+  out = generate(POLICY, params, prompts, KEY, Sampling(2, 5, temperature=0.0))
+  np.testing.assert_array_equal(out.tokens[::2], out.tokens[1::2])
+  tokens = jnp.concatenate([out.prompt, out.tokens], axis=1)[:6]
+  mask = jnp.concatenate([out.prompt_mask, out.mask], axis=1)[:6]
+  logits = POLICY.logits(params, tokens, mask)[:, 5:-1]
+  np.testing.assert_array_equal(logits.argmax(-1), out.tokens[:6])
+  logp = jax.nn.log_softmax(logits).max(-1)
+  np.testing.assert_allclose(logp, out.logp[:6], atol=1e-4)
+
+
+def test_a_prompt_of_pads_is_finite(params, rollout):
+  assert jnp.isfinite(rollout.logp).all()
+
+
+def test_a_single_token(params, prompts, rollout):
+  one = Sampling(4, 1, temperature=0.7, eos_ids=EOS, pad_id=299)
+  out = generate(POLICY, params, prompts, KEY, one)
+  np.testing.assert_array_equal(out.tokens, rollout.tokens[:, :1])
+
+
+def test_early_stop(params, prompts, monkeypatch):
+  """The loop ends with the last row: 2 steps run, not 79."""
+  steps = []
+
+  def decode(*args):
+    jax.debug.callback(lambda: steps.append(1))
+    return POLICY.decode(*args)
+
+  policy = POLICY._replace(decode=decode)
+  everything = Sampling(4, 80, eos_ids=tuple(range(300)))
+  out = generate(policy, params, prompts, KEY, everything)
+  jax.effects_barrier()
+  assert out.ended.all() and not steps
+  some = Sampling(4, 80, eos_ids=tuple(range(150)))
+  out = generate(policy, params, prompts, KEY, some)
+  jax.effects_barrier()
+  assert out.ended.all()
+  assert len(steps) == out.mask.sum(axis=1).max() - 1
+
+
+def test_one_trace(params, prompts):
+  """Other prompts and weights of the same shape do not compile again."""
+  count = []
+
+  def prefill(*args):
+    count.append(1)
+    return POLICY.prefill(*args)
+
+  policy = POLICY._replace(prefill=prefill)
+  options = Sampling(2, 3)
+  for seed in range(3):
+    other = prompts._replace(tokens=(prompts.tokens + seed) % 300)
+    scaled = jax.tree.map(lambda x: x * (1 + seed), params)  # noqa: B023
+    generate(policy, scaled, other, jax.random.key(seed), options)
+  assert len(count) == 1
+  again = make_policy(PolicyConfig(**vars(CONFIG)))
+  assert again is POLICY
+
+
+def test_sharded_rows_and_weights(params, prompts, rollout):
+  """Four devices: rows over one axis, then weights over it as well."""
+  assert jax.device_count() >= 4, 'conftest forces four host devices'
+  mesh = jax.make_mesh((4,), ('data',), axis_types=(AxisType.Auto,))
+  rows = NamedSharding(mesh, Spec('data'))
+
+  def place(x):
+    split = x.ndim == 3 and x.shape[-1] % 4 == 0
+    spec = Spec(None, None, 'data') if split else Spec()
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  sharded = Prompts(
+    jax.device_put(prompts.tokens, rows),
+    jax.device_put(prompts.mask, rows),
+    [],
+  )
+  for tree in (
+    jax.device_put(params, NamedSharding(mesh, Spec())),
+    jax.tree.map(place, params),
+  ):
+    out = generate(POLICY, tree, sharded, KEY, SAMPLING)
+    np.testing.assert_array_equal(out.tokens, rollout.tokens)
+    np.testing.assert_allclose(out.logp, rollout.logp, atol=1e-4)
+    logp, _ = POLICY.log_probs(tree, out, group_size=4, temperature=0.7)
+    np.testing.assert_allclose(logp, rollout.logp, atol=1e-4)
+
+
+# --- sizes and settings ------------------------------------------------------
+
+
+def test_bucket_sizes():
+  assert sampler.bucket_sizes(64, 128) == [128, 191]
+  assert sampler.bucket_sizes(64, 1) == []
+  assert sampler.bucket_sizes(64, 2) == [65]
+  assert sampler.bucket_sizes(10, 64) == [73]
+  long = sampler.bucket_sizes(512, 8000)
+  assert long[-1] == 8511 and len(long) < 10
+  assert all(a < b for a, b in zip(long, long[1:]))
+
+
+@pytest.mark.parametrize(
+  ('name', 'options'),
+  [
+    ('group_size', {'group_size': 0}),
+    ('max_new_tokens', {'max_new_tokens': 0}),
+    ('temperature', {'temperature': -0.1}),
+    ('temperature', {'temperature': float('nan')}),
+    ('top_k', {'top_k': 0}),
+    ('top_p', {'top_p': 0.0}),
+    ('top_p', {'top_p': 1.5}),
+    ('min_p', {'min_p': -1.0}),
+  ],
+)
+def test_bad_settings_are_refused(name, options):
+  with pytest.raises(ValueError, match=name):
+    Sampling(**({'group_size': 4, 'max_new_tokens': 8} | options))
+
+
+def test_more_positions_than_the_model_has(params, prompts):
+  with pytest.raises(ValueError, match='6 prompt tokens.*251.*256'):
+    generate(POLICY, params, prompts, KEY, Sampling(1, 251))
