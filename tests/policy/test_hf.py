@@ -372,7 +372,9 @@ def test_each_device_reads_its_slice_only(tmp_path):
     ]
     read = [part for part, all_of_it in sizes if all_of_it == array.size]
     assert set(read) == {array.size // 4}
-  # replicated leaves are read once, not once per device
+  # devices that hold the same slice share one reading of it
+  head = weights[HEAD].size
+  assert sizes.count((head // 2, head)) == 2
   norm = weights['model.norm.weight'].size
   assert sizes.count((norm, norm)) == 1 + 2 * config.num_layers
 
