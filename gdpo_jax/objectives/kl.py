@@ -142,8 +142,9 @@ class KLController(NamedTuple):
 
 def constant_kl(coef: float) -> KLController:
   """The coefficient stays what it is."""
+  _check(coef)
   return KLController(
-    init=lambda: _initial(coef),
+    init=lambda: KLState(jnp.float32(coef), jnp.int32(0)),
     update=lambda state, kl: state._replace(step=state.step + 1),
   )
 
@@ -170,6 +171,7 @@ def moving_target_kl(
 
   A heuristic without a paper.
   """
+  _check(init_coef)
   base = base_target_nats_per_sequence
   if base <= 0:
     raise ValueError(
@@ -183,7 +185,9 @@ def moving_target_kl(
     error = jnp.where(jnp.isfinite(error), error, 0.0)
     return KLState(state.coef * (1 + gain * error), state.step + 1)
 
-  return KLController(init=lambda: _initial(init_coef), update=update)
+  return KLController(
+    init=lambda: KLState(jnp.float32(init_coef), jnp.int32(0)), update=update
+  )
 
 
 def refresh_every(steps: int) -> Callable[[Any, Any, Array], Any]:
@@ -219,10 +223,9 @@ def refresh_ema(decay: float) -> Callable[[Any, Any, Array], Any]:
   return refresh
 
 
-def _initial(coef: float) -> KLState:
+def _check(coef: float) -> None:
   if coef < 0:
     raise ValueError(f'a KL coefficient must be at least 0, got {coef}.')
-  return KLState(jnp.float32(coef), jnp.int32(0))
 
 
 ESTIMATORS = {'k1': k1, 'k2': k2, 'k3': k3}

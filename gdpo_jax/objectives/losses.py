@@ -12,7 +12,7 @@ mask bool[N, Tc]. Values off the mask have no influence, NaN included.
 import jax
 import jax.numpy as jnp
 
-from gdpo_jax.objectives.masked import Mean, masked_mean, masked_sum
+from gdpo_jax.objectives.masked import Mean, count, masked_mean, masked_sum
 from gdpo_jax.types import Array
 
 # exp overflows float32 at 88.7; e^20 is far outside of any trust region. The
@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0
 
 def token_denominator(mask: Array, *, axis_name: str | None = None) -> Array:
   """f32[]: the number of tokens; a mean over tokens (DAPO, arXiv:2503.14476)."""
-  return jnp.maximum(_count(mask, axis_name), 1.0)
+  return jnp.maximum(count(mask, axis_name=axis_name), 1.0)
 
 
 def row_denominator(mask: Array, *, axis_name: str | None = None) -> Array:
@@ -31,9 +31,9 @@ def row_denominator(mask: Array, *, axis_name: str | None = None) -> Array:
   Rows without tokens are not counted: a row that is masked out leaves the
   denominator as well.
   """
-  lengths = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
-  rows = _count(lengths > 0, axis_name)
-  return jnp.maximum(rows, 1.0) * jnp.maximum(lengths, 1).astype(jnp.float32)
+  lengths = count(mask, -1, keepdims=True)
+  rows = count(lengths > 0, axis_name=axis_name)
+  return jnp.maximum(rows, 1.0) * jnp.maximum(lengths, 1.0)
 
 
 def constant_denominator(
@@ -46,7 +46,7 @@ def constant_denominator(
   """
   if length <= 0:
     raise ValueError(f'constant_denominator needs a length > 0, got {length}.')
-  rows = _count(jnp.any(mask, axis=-1), axis_name)
+  rows = count(jnp.any(mask, axis=-1), axis_name=axis_name)
   return jnp.maximum(rows, 1.0) * length
 
 
@@ -236,14 +236,6 @@ def entropy_bonus(
     entropy: f32[N, Tc], nats.
   """
   return -coef * masked_sum(entropy / denominator, mask)
-
-
-def _count(mask: Array, axis_name: str | None) -> Array:
-  """Number of True; as an integer first: float32 is exact up to 2^24 only."""
-  count = jnp.sum(mask, dtype=jnp.int32)
-  if axis_name is not None:
-    count = jax.lax.psum(count, axis_name)
-  return count.astype(jnp.float32)
 
 
 def _per_token(advantages: Array, mask: Array) -> Array:

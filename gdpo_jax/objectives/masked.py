@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from gdpo_jax.types import Array
 
 # What is left of a sum whose terms cancel, in units of float32 rounding of the
-# largest sum of absolute terms. Measured on random cancelling groups of up to
-# 64 rows and 8 rewards: at most 5.
-_RESIDUE = 16 * float(jnp.finfo(jnp.float32).eps)
+# largest sum of absolute terms. Measured on 2 million cancelling groups of up to
+# 256 rows and 8 rewards: at most 2.6.
+_RESIDUE = 8 * float(jnp.finfo(jnp.float32).eps)
 
 
 def safe_divide(numerator: Array, denominator: Array) -> Array:
@@ -33,14 +33,19 @@ def masked_sum(x, mask, axis=None, *, keepdims=False, axis_name=None) -> Array:
   return total if axis_name is None else jax.lax.psum(total, axis_name)
 
 
+def count(mask, axis=None, *, keepdims=False, axis_name=None) -> Array:
+  """How many are True; f32, counted as integers: float32 adds up to 2^24 only."""
+  total = jnp.sum(mask, axis=axis, keepdims=keepdims, dtype=jnp.int32)
+  if axis_name is not None:
+    total = jax.lax.psum(total, axis_name)
+  return total.astype(jnp.float32)
+
+
 def masked_mean(x, mask, axis=None, *, keepdims=False, axis_name=None) -> Array:
   """Mean of `x` where `mask`; f32. Nothing there: 0."""
+  over = {'axis': axis, 'keepdims': keepdims, 'axis_name': axis_name}
   mask = jnp.broadcast_to(mask, jnp.shape(x))
-  total, count = (
-    masked_sum(value, mask, axis, keepdims=keepdims, axis_name=axis_name)
-    for value in (x, mask)
-  )
-  return safe_divide(total, count)
+  return safe_divide(masked_sum(x, mask, **over), count(mask, **over))
 
 
 def masked_std(
@@ -105,11 +110,14 @@ def moments(
     terms = jnp.where(mask, jnp.asarray(terms, jnp.float32), 0.0)
     residue = _RESIDUE * over(jnp.max, jax.lax.pmax, terms)
     varies &= jnp.where(varies, high - low, 0.0) > residue
-  repeats = jnp.where(mask, 1.0 if repeats is None else repeats, 0.0)
-  count = over(jnp.sum, jax.lax.psum, repeats)
+  if repeats is None:
+    repeats, size = mask, count(mask, axis, keepdims=True, axis_name=axis_name)
+  else:
+    repeats = jnp.where(mask, repeats, 0.0)
+    size = over(jnp.sum, jax.lax.psum, repeats)
 
   def mean_of(values):
-    return safe_divide(over(jnp.sum, jax.lax.psum, repeats * values), count)
+    return safe_divide(over(jnp.sum, jax.lax.psum, repeats * values), size)
 
   x = jnp.where(mask, x, 0.0)
   rough = mean_of(x)
@@ -117,11 +125,11 @@ def moments(
   correction = mean_of(centred)
   centred = jnp.where(mask & varies, centred - correction, 0.0)
   squares = over(jnp.sum, jax.lax.psum, repeats * jnp.square(centred))
-  variance = squares / jnp.maximum(count - ddof, 1.0)
+  variance = squares / jnp.maximum(size - ddof, 1.0)
   # sqrt has no derivative at 0, so 0 does not go through it
   positive = variance > 0
   std = jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1.0)), 0.0)
-  return Moments(centred, rough + correction, std, count, varies)
+  return Moments(centred, rough + correction, std, size, varies)
 
 
 def negligible(x: Array, terms: Array) -> Array:
@@ -143,7 +151,7 @@ class Mean(NamedTuple):
     """The sum and the number of the entries of `x` where `mask`."""
     mask = jnp.ones(jnp.shape(x), bool) if mask is None else mask
     mask = jnp.broadcast_to(mask, jnp.shape(x))
-    return cls(masked_sum(x, mask), jnp.sum(mask, dtype=jnp.float32))
+    return cls(masked_sum(x, mask), count(mask))
 
   @property
   def value(self) -> Array:

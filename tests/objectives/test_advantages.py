@@ -506,6 +506,15 @@ def test_constant_total_is_informative_for_gdpo():
   np.testing.assert_array_equal(got, [True, False])
 
 
+def test_equal_rewards_are_no_signal_whatever_their_float32_std():
+  rewards = np.full((3, 8, 2), 0.1, np.float32)
+  rewards[1, :, 0] = 0.7
+  rewards[2, 0, 0] = 0.3
+  for name in ('grpo', 'gdpo'):
+    got = advantages.informative(rewards, None, aggregator=name)
+    np.testing.assert_array_equal(got, [False, False, True])
+
+
 def test_informative_asks_for_two_rows_that_differ():
   rewards = groups([(1,), (NAN,)], [(1,), (0,)], [(NAN,), (NAN,)])
   got = advantages.informative(rewards, ~np.isnan(rewards))
