@@ -264,3 +264,15 @@ def test_gsm8k():
   golds = gsm8k()
   assert len(golds) == 8792
   check_gsm8k(golds)
+
+
+def test_a_batch_of_endless_expressions_is_missing_only_in_part(monkeypatch):
+  monkeypatch.setattr(answers, '_BUDGET_S', 0.5)
+  monkeypatch.setattr(answers.equality, '_COMPARE_TIMEOUT_S', 0.3)
+  endless = [
+    rf'\boxed{{\binom{{10^9}}{{5 \cdot 10^8 + {i}}}}}' for i in range(30)
+  ]
+  start = time.monotonic()
+  values = answers.correctness(['\\boxed{3}', *endless], ['3'] * 31)
+  assert time.monotonic() - start < 10
+  assert values[0] == 1.0 and values[1] == 0.0 and values[-1] is None
