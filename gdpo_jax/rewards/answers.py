@@ -18,7 +18,6 @@ equal = equality.equal
 
 _BUDGET_S = 30.0  # of one call of `correctness`
 
-_ANSWER_TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _ANNOUNCED = re.compile(
   r'(?:final\s+answer|answer)(?:\s+is\b|\s*:|\s+is\s*:|\s*=)\s*:?\s*(.+)',
   re.IGNORECASE,
@@ -48,9 +47,11 @@ def extract(text: str) -> str | None:
   if not closed and '<think>' in text:
     return None
   text = after if closed else text
-  tagged = _ANSWER_TAG.findall(text)
+  end = text.rfind('</answer>')
+  start = text.rfind('<answer>', 0, max(end, 0))
+  tagged = start >= 0
   if tagged:
-    text = tagged[-1]
+    text = text[start + len('<answer>') : end]
   boxes = list(latex.BOX.finditer(text))
   if boxes:
     return latex.box_content(text, boxes)

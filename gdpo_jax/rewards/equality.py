@@ -17,6 +17,7 @@ thread `equal` is called; such an answer is wrong, not missing.
 import functools
 import re
 import threading
+import time
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ def equal(answer: str | None, gold: str | None) -> bool:
   """
   if answer is None or gold is None:
     return False
+  _THREAD.deadline = time.monotonic() + _COMPARE_TIMEOUT_S
   return _equal(latex.normalize(answer), latex.normalize(gold))
 
 
@@ -52,7 +54,7 @@ class _Number(NamedTuple):
 
 
 class _Members(NamedTuple):
-  kind: str  # 'set', or the brackets of a tuple or interval, or 'union'
+  kind: str  # 'list', 'set', 'union', or the brackets of a tuple or interval
   items: tuple[str, ...]
 
 
@@ -78,8 +80,8 @@ def _equal(answer: str, gold: str) -> bool:
   members, members_gold = _members(answer), _members(gold)
   if members or members_gold:
     return _members_equal(
-      members or _Members('set', (answer,)),
-      members_gold or _Members('set', (gold,)),
+      members or _Members('list', (answer,)),
+      members_gold or _Members('list', (gold,)),
     )
   if not (_is_symbolic(answer) and _is_symbolic(gold)):
     return False
@@ -120,7 +122,7 @@ _POWER_OF_TEN = re.compile(
   r'(?P<exponent>[-+]?\d{1,4})\s*\}?'
 )
 _UNIT = re.compile(
-  r'\s*(?:[A-Za-z]{2,}\.?|(?<=\s)[A-Za-z]\b)(?:[\s/-]+[A-Za-z.]+|\^\{?[23]\}?)*'
+  r'(?P<space>\s*)(?P<word>[A-Za-z]+)\.?(?:[\s/-]+[A-Za-z.]+|\^\{?[23]\}?)*'
 )
 _CURRENCY = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen', '₹': 'rupee'}
 # Only units of this table can contradict each other; other words are prose.
@@ -128,8 +130,9 @@ _MEASURES = {
   alias: name
   for name, aliases in {
     'metre': 'm meter metre', 'centimetre': 'cm centimeter centimetre',
-    'millimetre': 'mm millimeter millimetre', 'kilometre': 'km kilometer kilometre',
-    'mile': 'mi mile', 'inch': 'in inch inche', 'foot': 'ft foot feet', 'yard': 'yd yard',
+    'millimetre': 'mm millimeter millimetre',
+    'kilometre': 'km kilometer kilometre', 'mile': 'mi mile',
+    'inch': 'in inch inche', 'foot': 'ft foot feet', 'yard': 'yd yard',
     'gram': 'g gram', 'kilogram': 'kg kilogram', 'milligram': 'mg milligram',
     'pound': 'lb pound', 'ounce': 'oz ounce', 'ton': 'ton tonne',
     'second': 's sec second', 'minute': 'min minute', 'hour': 'h hr hour',
@@ -180,19 +183,26 @@ def _number(text: str) -> _Number | None:
   percent = re.match(r'%|percent(?:age)?\b', rest)
   if percent:
     rest = rest[percent.end() :].strip()
-  if rest and not _UNIT.fullmatch(text[end:] if not percent else f' {rest}'):
-    return None
-  return _Number(
-    value, decimals, digits, currency or _measure(rest), bool(percent)
-  )
+  unit = currency
+  if rest:
+    match = _UNIT.fullmatch(text[end:] if not percent else f' {rest}')
+    if match is None:
+      return None
+    unit = unit or _measure(match.group('word'), rest)
+    # Glued letters are a product (2xy), and so may be short words (2 xy).
+    word = match.group('word')
+    is_prose = match.group('space') and len(word) > 2 and word not in _FUNCTIONS
+    if not (_measure(word, rest) or is_prose):
+      return None
+  return _Number(value, decimals, digits, unit, bool(percent))
 
 
-def _measure(words: str) -> str:
+def _measure(word: str, rest: str) -> str:
   """The unit of measurement, in one spelling, or '' for prose."""
-  first = words.split(' ')[0].rstrip('.').lower()
-  power = ''.join(re.findall(r'\^\{?([23])', words))
-  singular = first[:-1] if len(first) > 2 and first.endswith('s') else first
-  name = _MEASURES.get(first) or _MEASURES.get(singular, '')
+  word = word.lower()
+  singular = word[:-1] if len(word) > 2 and word.endswith('s') else word
+  name = _MEASURES.get(word) or _MEASURES.get(singular, '')
+  power = ''.join(re.findall(r'\^\{?([23])', rest))
   return name + power if name else ''
 
 
@@ -255,7 +265,7 @@ def _members(text: str) -> _Members | None:
   union = _split(text, r'\\cup(?![a-z])')
   if len(union) > 1:
     return _Members('union', tuple(union))
-  if r'\pm' in text:
+  if text.count(r'\pm') == 1:
     left, _, right = text.partition(r'\pm')
     left, right = left.strip(), right.strip()
     if left:
@@ -272,23 +282,21 @@ def _members(text: str) -> _Members | None:
     return None
   items = _split(text, r',|\band\b|\bor\b|;')
   if len(items) > 1:
-    return _Members('set', tuple(item for item in items if item))
+    return _Members('list', tuple(item for item in items if item))
   return None
 
 
 def _members_equal(a: _Members, b: _Members) -> bool:
   kinds = {a.kind, b.kind}
-  if len(kinds) == 1 and a.kind not in ('set', 'union'):
-    return len(a.items) == len(b.items) and all(map(_equal, a.items, b.items))
-  if kinds == {'set', '()'}:  # "1, 2" for the pair (1, 2)
-    return len(a.items) == len(b.items) and all(map(_equal, a.items, b.items))
-  if len(kinds) > 1:
+  if kinds <= {'list', 'set'} or kinds == {'union'}:
+    return all(
+      any(_equal(x, y) for y in second)
+      for first, second in ((a.items, b.items), (b.items, a.items))
+      for x in first
+    )
+  if len(kinds) > 1 and kinds != {'list', '()'}:  # "1, 2" for the pair (1, 2)
     return False
-  return all(
-    any(_equal(x, y) for y in second)
-    for first, second in ((a.items, b.items), (b.items, a.items))
-    for x in first
-  )
+  return len(a.items) == len(b.items) and all(map(_equal, a.items, b.items))
 
 
 _FUNCTIONS = frozenset({
@@ -303,15 +311,14 @@ def _is_symbolic(text: str) -> bool:
   runs = re.findall(r'(?<![\\A-Za-z])[A-Za-z]{3,}', text)
   if any(run not in _FUNCTIONS for run in runs):
     return False
-  if not re.search(r'[A-Za-z0-9]', text) or re.search(
-    r'[:$?!]{2}|[:$?"]', text
-  ):
+  if not re.search(r'[A-Za-z0-9]', text) or re.search(r'[:$?"]|!!', text):
     return False
   return not re.search(r'\d\s+[\d.]', text)
 
 
 _POOL: workers.Pool | None = None
 _POOL_LOCK = threading.Lock()
+_THREAD = threading.local()  # .deadline of the comparison in progress
 
 
 def _compare(answer: str, gold: str, decimals: int | None) -> bool:
@@ -323,7 +330,9 @@ def _compare(answer: str, gold: str, decimals: int | None) -> bool:
       _POOL = workers.Pool(
         symbolic.equal, NUM_WORKERS, memory_bytes=_COMPARE_MEMORY_BYTES
       )
+  # One budget for all the pairs of two long lists.
+  remaining = max(_THREAD.deadline - time.monotonic(), 0.01)
   try:
-    return _POOL.call(answer, gold, decimals, timeout_s=_COMPARE_TIMEOUT_S)
+    return _POOL.call(answer, gold, decimals, timeout_s=remaining)
   except (TimeoutError, workers.WorkerDied, workers.WorkerError):
     return False

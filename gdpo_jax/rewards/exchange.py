@@ -311,6 +311,8 @@ class Proxy:
     return self._link.ask('call', self, list(args), kwargs)
 
   def __getattr__(self, name):
+    if name.startswith('__array'):  # would give numpy addresses in memory
+      raise AttributeError(name)
     return self._link.ask('getattr', self, name)
 
   def __setattr__(self, name, value):

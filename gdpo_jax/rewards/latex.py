@@ -9,26 +9,29 @@ PLAIN_NUMBER = r'(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+'
 
 
 def box_content(text: str, boxes: list[re.Match]) -> str | None:
-  """Content of the last outermost box; nested boxes are opened."""
-  content, end = None, -1
-  for box in boxes:
-    if box.start() < end:
-      continue  # inside the box before
-    rest = text[box.end() :].lstrip()
-    if rest.startswith('{'):
-      content = balanced(rest)
-      end = (
-        len(text) if content is None else len(text) - len(rest) + len(content)
-      )
-    else:
-      bare = re.match(r'[^\s$.,;]+', rest)
-      content = bare.group() if bare else ''
-  if content is None:
-    return None
-  inner = list(BOX.finditer(content))
-  if inner:
-    return box_content(content, inner)
-  return trim(content)
+  """Content of the last outermost box; nested boxes are opened.
+
+  None where it is not closed, or more than ten lie in each other.
+  """
+  for _ in range(10):
+    content, end = None, -1
+    for box in boxes:
+      if box.start() < end:
+        continue  # inside the box before
+      rest = text[box.end() :].lstrip()
+      if rest.startswith('{'):
+        content = balanced(rest)
+        length = len(rest) if content is None else len(content)
+        end = len(text) - len(rest) + length
+      else:
+        bare = re.match(r'[^\s$.,;]+', rest)
+        content = bare.group() if bare else ''
+    if content is None:
+      return None
+    text, boxes = content, list(BOX.finditer(content))
+    if not boxes:
+      return trim(text)
+  return None
 
 
 def balanced(text: str) -> str | None:
@@ -103,6 +106,7 @@ def normalize(text: str) -> str:
   )
   text = re.sub(r'\\[dtc]frac', r'\\frac', text)
   text = re.sub(r'\^\s*\{?\s*\\circ\s*\}?|\\degree', ' degrees', text)
+  text = re.sub(r'(?<![\\A-Za-z])pi(?![A-Za-z])', r'\\pi ', text)
   text = _SPACE_COMMANDS.sub(' ', text)
   text = _TEXT_COMMANDS.sub(r' \1 ', text)
   text = text.strip().rstrip('.').strip('*`')

@@ -33,6 +33,7 @@ _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_SETUP_TIMEOUT_S = 20.0
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 # Users that exist nowhere; systemd allots dynamic users from the same range.
 # One per run, so that the limit on processes counts this run's alone.
@@ -71,6 +72,12 @@ def main():
         f'user cannot read Python in {os.path.dirname(os.__file__)}'
       )
   solution, ours = start_solution(sock, spec)
+  try:
+    ours.settimeout(_SETUP_TIMEOUT_S)
+    workers.receive(ours)
+    ours.settimeout(None)
+  except (OSError, EOFError) as error:
+    started['problem'] = f'the solution has no process: {error}'
   # The tests are read only now, so that the solution has no memory of them.
   workers.send(sock, json.dumps(started).encode())
   request = json.loads(workers.receive(sock))
@@ -193,6 +200,7 @@ def start_solution(
     limit(spec, processes=spec['processes'])
     drop_privileges(spec.get('uid'))
     sys.stdout.reconfigure(line_buffering=True)
+    workers.send(theirs, b'ready')
     solution = trial.Solution(spec['program'], spec['scratch'])
     exchange.Link(theirs, solution.operations()).serve()
   finally:
@@ -260,7 +268,9 @@ def drop_privileges(uid: int | None):
 
 def _tail(path: str, size: int = 2000) -> str:
   try:
-    with open(path, 'rb') as file:
+    # It is the solution's file: it may be a link or a pipe by now.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags), 'rb') as file:
       file.seek(0, os.SEEK_END)
       file.seek(max(file.tell() - size, 0))
       return file.read(size).decode(errors='replace')

@@ -9,6 +9,8 @@ marker or a look into the caller's frame cannot reach them.
 Imports the standard library only: it runs in the sandbox's fresh Python.
 """
 
+import ast
+import builtins
 import importlib
 import io
 import os
@@ -133,18 +135,14 @@ def judge(
   link = exchange.Link(sock, {})
   namespace: dict[str, Any] = {'__name__': '__tests__'}
   loaded = False
-  if not tests or any(isinstance(test, str) for test in tests):
+  sources = [test for test in tests if isinstance(test, str)]
+  if sources or not tests:
     problem, loaded = None, True
     try:
-      names = link.ask('load')
-      for name, module in names['modules'].items():
-        names['names'][name] = importlib.import_module(module)
-      namespace.update(names['names'])
+      namespace.update(_names(link.ask('load'), sources))
     except BaseException as error:
       problem, loaded = _in_words(error), False
     report({'loaded': loaded, 'died': link.dead, 'message': problem})
-    if not tests:
-      return link.seconds
   for test in tests:
     try:
       if not isinstance(test, str):
@@ -161,6 +159,33 @@ def judge(
       passed, message = False, _in_words(error)
     report({'passed': passed, 'died': link.dead, 'message': message})
   return link.seconds
+
+
+def _names(found: Any, sources: Sequence[str]) -> dict[str, Any]:
+  """What the tests see of the program's names; `found` may be anything.
+
+  A program that calls a function `abs` or a class `math` would decide what the
+  tests compare with. Such names are the program's only where the tests use no
+  other name of it (`assert sum(10, 15) == 6`). Modules are imported afresh.
+  """
+  names, modules = found['names'], found['modules']
+  for table in (names, modules):
+    if type(table) is not dict or not all(type(name) is str for name in table):
+      raise TypeError('the names of the program are not as they should be')
+  names = {name: value for name, value in names.items() if name[:2] != '__'}
+  reserved = {*dir(builtins), *sys.stdlib_module_names}
+  used = {
+    node.id
+    for source in sources
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.Name)
+  }
+  if used & names.keys() - reserved:
+    names = {k: value for k, value in names.items() if k not in reserved}
+  for name, module in modules.items():
+    if name in used and (name == module or name not in reserved):
+      names[name] = importlib.import_module(module)
+  return names
 
 
 def _lines(text: str) -> list[str]:
