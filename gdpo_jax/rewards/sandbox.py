@@ -12,18 +12,16 @@ and the supervisor. Standard library only; this file is run by its path.
 import ctypes
 import json
 import os
-import random
 import resource
 import signal
 import socket
 import struct
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import exchange
-import workers
+sys.path.insert(0, os.path.abspath(os.path.join(__file__, '../../..')))
+from gdpo_jax.rewards import exchange, trial, workers
 
-del sys.path[0]  # or the solution would `import code` from here
+del sys.path[0]  # nothing else of what lies there is the solution's business
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _CLONE_NEWIPC = 0x00020000, 0x08000000
@@ -35,6 +33,7 @@ _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_SETUP_TIMEOUT_S = 20.0
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 # Users that exist nowhere; systemd allots dynamic users from the same range.
 # One per run, so that the limit on processes counts this run's alone.
@@ -64,7 +63,7 @@ def main():
   os.chdir(spec['scratch'])
   started = {'granted': granted}
   if os.getuid() == 0:
-    spec['uid'] = _FIRST_UID + random.randrange(_NUM_UIDS)
+    spec['uid'] = _FIRST_UID + int.from_bytes(os.urandom(4)) % _NUM_UIDS
     os.chown(spec['scratch'], spec['uid'], spec['uid'])
     granted.append('user')
     if not _anybody_reaches(os.__file__):
@@ -73,6 +72,12 @@ def main():
         f'user cannot read Python in {os.path.dirname(os.__file__)}'
       )
   solution, ours = start_solution(sock, spec)
+  try:
+    ours.settimeout(_SETUP_TIMEOUT_S)
+    workers.receive(ours)
+    ours.settimeout(None)
+  except (OSError, EOFError) as error:
+    started['problem'] = f'the solution has no process: {error}'
   # The tests are read only now, so that the solution has no memory of them.
   workers.send(sock, json.dumps(started).encode())
   request = json.loads(workers.receive(sock))
@@ -83,7 +88,7 @@ def main():
   def report(record: dict):
     workers.send(sock, json.dumps(record).encode())
 
-  seconds = exchange.judge(ours, solution, request['tests'], report)
+  seconds = trial.judge(ours, solution, request['tests'], report)
   output = _tail(os.path.join(spec['scratch'], '.output'))
   report({'token': request['token'], 'seconds': seconds, 'output': output})
   os._exit(0)
@@ -195,7 +200,8 @@ def start_solution(
     limit(spec, processes=spec['processes'])
     drop_privileges(spec.get('uid'))
     sys.stdout.reconfigure(line_buffering=True)
-    solution = exchange.Solution(spec['program'], spec['scratch'])
+    workers.send(theirs, b'ready')
+    solution = trial.Solution(spec['program'], spec['scratch'])
     exchange.Link(theirs, solution.operations()).serve()
   finally:
     os._exit(1)
@@ -262,7 +268,9 @@ def drop_privileges(uid: int | None):
 
 def _tail(path: str, size: int = 2000) -> str:
   try:
-    with open(path, 'rb') as file:
+    # It is the solution's file: it may be a link or a pipe by now.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags), 'rb') as file:
       file.seek(0, os.SEEK_END)
       file.seek(max(file.tell() - size, 0))
       return file.read(size).decode(errors='replace')

@@ -6,6 +6,8 @@ import threading
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gdpo_jax.rewards import answers
 
@@ -59,6 +61,10 @@ EQUAL = [
   (r'\$5.00', '5'),
   ('42 apples in total', '42'),
   ('5 cm', '5'),
+  ('5cm', '5 centimeters'),
+  ('5 km/h', '5'),
+  ('2pi', r'2\pi'),
+  ('1, 2', '(1, 2)'),
   ('2 2/3', '8/3'),
   (r'2\frac{2}{3}', '8/3'),
   ('2\u00bd', '5/2'),
@@ -115,6 +121,11 @@ DIFFERENT = [
   ('2x', '2'),
   ('x = 5', 'y = 5'),
   ('5x', '5y'),
+  ('5 x', '5'),
+  ('2xy', '2'),
+  ('2 xy', '2'),
+  ('2 sin x', '2'),
+  (r'\{1, 2\}', '(1, 2)'),
   ('hello', 'world'),
   ('', ''),
 ]
@@ -264,3 +275,86 @@ def test_gsm8k():
   golds = gsm8k()
   assert len(golds) == 8792
   check_gsm8k(golds)
+
+
+def test_a_batch_of_endless_expressions_is_missing_only_in_part(monkeypatch):
+  monkeypatch.setattr(answers, '_BUDGET_S', 0.5)
+  monkeypatch.setattr(answers.equality, '_COMPARE_TIMEOUT_S', 0.3)
+  endless = [
+    rf'\boxed{{\binom{{10^9}}{{5 \cdot 10^8 + {i}}}}}' for i in range(30)
+  ]
+  start = time.monotonic()
+  values = answers.correctness(['\\boxed{3}', *endless], ['3'] * 31)
+  assert time.monotonic() - start < 10
+  assert values[0] == 1.0 and values[1] == 0.0 and values[-1] is None
+
+
+@pytest.mark.parametrize(
+  'hostile',
+  [
+    '\\boxed{' * 5000,
+    '\\boxed{' * 5000 + '3' + '}' * 5000,
+    '\\boxed{3}' * 5000,
+    '<answer>' * 5000,
+    '{' * 100000,
+    '1 ' * 50000,
+    '1' * 100000,
+    '1/' * 50000,
+    'answer is ' * 5000,
+    '(' * 5000 + ')' * 5000,
+  ],
+)
+def test_hostile_texts_are_read_in_time(hostile):
+  start = time.monotonic()
+  answers.correctness([hostile], ['3'])
+  assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+  'hostile',
+  [
+    r'\pm ' * 60 + '1',
+    ', '.join(f'x^{i}+{i}' for i in range(40)),
+    r'\{' * 60 + '1, 2' + r'\}' * 60,
+    '(1,' * 90 + '2' + ')' * 90,
+    '1/' * 90 + '2',
+    'x' * 399,
+    '-' * 300 + '1',
+    '9' * 390,
+  ],
+)
+def test_hostile_answers_are_compared_in_time(hostile):
+  start = time.monotonic()
+  assert not answers.equal(hostile, r'x+\sqrt{2}')
+  assert not answers.equal(hostile, r'x+1, y+1, z+1')
+  assert time.monotonic() - start < 15
+
+
+RATIONALS = st.fractions(-100, 100, max_denominator=50)
+
+
+def spelled(value, kind):
+  sign, rest = ('-' if value < 0 else ''), abs(value)
+  whole, part = divmod(rest.numerator, rest.denominator)
+  if kind == 'latex':
+    return rf'{sign}\frac{{{rest.numerator}}}{{{rest.denominator}}}'
+  if kind == 'mixed' and whole and part:
+    return f'{sign}{whole} {part}/{rest.denominator}'
+  if kind == 'minus':
+    return f'{value}'.replace('-', '\u2212')
+  return f'{value}'
+
+
+@given(
+  RATIONALS, RATIONALS, *[st.sampled_from(['latex', 'mixed', 'minus'])] * 2
+)
+def test_rationals_are_equal_iff_they_are(a, b, kind, other_kind):
+  assert answers.equal(spelled(a, kind), spelled(a, other_kind))
+  assert answers.equal(spelled(a, kind), spelled(b, other_kind)) == (a == b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(*[st.text(r'0123459.,/%-+^ {}()[]\\$xfracpm', max_size=15)] * 2)
+def test_comparison_is_total_and_symmetric(a, b):
+  assert answers.equal(a, b) == answers.equal(b, a)
+  answers.extract(a + b)

@@ -80,6 +80,28 @@ def test_share_of_tests_passed():
       'assert f(1) == 5',
       'ok',
     ),
+    # Names that would decide what the tests compare with.
+    (
+      'def abs(x): return 0\ndef f(x): return 9',
+      'assert abs(f(1) - 5) < 1e-6',
+      'ok',
+    ),
+    (
+      'class math: isclose = staticmethod(lambda *_: True)\n'
+      'def f(x): return 9',
+      'assert math.isclose(f(1), 5)',
+      'ok',
+    ),
+    (
+      'import sys\n'
+      'def pack(self, value):\n'
+      '  names = [["__builtins__", {"dict": [["f", 5]]}], ["f", 5]]\n'
+      '  tables = [["names", {"dict": names}], ["modules", {"dict": []}]]\n'
+      '  return {"dict": tables}\n'
+      'sys.modules["gdpo_jax.rewards.exchange"].Link.pack = pack',
+      'assert f(1) == 5',
+      'ok',
+    ),
     # Answers that no request asked for, on every descriptor there is.
     (
       'import os\n'
@@ -133,6 +155,7 @@ def test_an_object_equal_to_everything_fails_every_kind_of_test():
   'program, tests',
   [
     ('import math\nPI = 3\ndef f(x): return math.floor(x)', 'assert f(PI + 0.5) == PI'),
+    ('def sum(a, b): return a + b', 'assert sum(10, 15) == 25'),
     ('def f(x): return x', 'value = [1, (2, {3: {4}}), b"5", 6j, None, 1 << 70]\n'
      'assert f(value) == value and type(f(value)[1]) is tuple'),
     ('def f(x): x.append(1); x[0]["k"] = 2',

@@ -71,6 +71,7 @@ def test_diversity_looks_at_the_last_five(embed):
   assert fn(['Bread is tasty.'])[0] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_models_run_in_a_worker_process(embed):
   embed(['loaded here'])  # the weights must not travel
   rewards = [
