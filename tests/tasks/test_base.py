@@ -170,7 +170,9 @@ def zero(completions, **_):
 
 
 def test_task_refuses_what_cannot_be_trained_on():
-  def task(train=None, heldout=(), rewards=(Reward(zero),)):
+  one = Reward(zero)
+
+  def task(train=None, heldout=(), rewards=(one,)):
     return base.Task(
       't', examples() if train is None else train, heldout, rewards
     )
