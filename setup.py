@@ -24,6 +24,8 @@ BASE = [
   'safetensors>=0.6',
   'gguf>=0.17',
   'math-verify>=0.9',
+  'cloudpickle>=3.0',  # reward functions from scripts, in worker processes
+  'scipy>=1.13',  # optimal matching of tool calls
   'absl-py>=2.1',
   'ml-collections>=1.0',
   'rich>=13.9',
@@ -34,7 +36,7 @@ EXTRAS = {
   'cuda12': ['jax[cuda12]>=0.10,<0.11'],
   'tpu': ['jax[tpu]>=0.10,<0.11'],
   'judged': [
-    'sentence-transformers>=5.0',
+    'torch>=2.9',
     'jiwer>=4.0',
     'sacrebleu>=2.5',
     'rouge-score>=0.1.2',

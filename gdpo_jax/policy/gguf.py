@@ -215,7 +215,8 @@ def _tensor(data, file, name, offset, shape, kind):
         f'{file}: {name!r} is {kind.name}, which the gguf package cannot '
         'dequantize.'
       ) from error
-    return np.asarray(values, dtype=np.float32).reshape(shape)[index]
+    # a copy always: a view of the file must not become a device buffer
+    return np.array(values, dtype=np.float32).reshape(shape)[index]
 
   return hf.Tensor(shape, read)
 

@@ -131,8 +131,13 @@ def load_config(directory: str | os.PathLike) -> PolicyConfig:
   generation = read_json(directory / 'generation_config.json')
   eos = _as_list(config.get('eos_token_id'))
   eos += _as_list(generation.get('eos_token_id'))
-  config['eos_token_id'] = list(dict.fromkeys(eos)) or None
-  return PolicyConfig.from_hf(config)
+  try:
+    config['eos_token_id'] = list(dict.fromkeys(eos)) or None
+    return PolicyConfig.from_hf(config)
+  except (TypeError, OverflowError) as error:
+    raise ValueError(
+      f'{directory}/config.json has a value of the wrong kind: {error}.'
+    ) from error
 
 
 def assemble(
@@ -209,8 +214,8 @@ def save(
 
   Everything is written aside and moved into place at the end, the index of a
   sharded checkpoint last and the old one removed first: a save that fails
-  leaves the previous one, and one killed while moving leaves none rather than
-  a mixture.
+  leaves the previous one, and one killed while moving leaves the weights of
+  one save or none that `load` accepts, never a mixture.
 
   Args:
     directory: made if need be; weights of an earlier save are replaced.
@@ -226,11 +231,12 @@ def save(
   flat = _flat(params)
   want = {leaf.path: leaf.stacked_shape for leaf in leaves}
   have = {path: tuple(value.shape) for path, value in flat.items()}
-  if want != have:
-    wrong = sorted('/'.join(p) for p, _ in want.items() ^ have.items())
-    raise ValueError(
-      f'params do not fit the config at {sorted(set(wrong))[:5]}.'
-    )
+  for path in sorted(want.keys() | have.keys()):
+    if want.get(path) != have.get(path):
+      raise ValueError(
+        f'params have {have.get(path)} at {"/".join(path)}, but the config '
+        f'asks for {want.get(path)} (None: no such leaf).'
+      )
 
   entries = [
     (name, leaf, layer)

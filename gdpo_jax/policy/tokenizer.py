@@ -8,6 +8,7 @@ has exactly one. What generation stops at is `eos_ids`: the tokenizer's own EOS
 first, then those that only `generation_config.json` names.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -216,8 +217,7 @@ class Tokenizer:
 
 def byte_tokenizer() -> Tokenizer:
   """UTF-8 bytes as ids 0..255, EOS 256, pad 257; any text round-trips."""
-  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-  vocab = {char: i for i, char in enumerate(alphabet)}
+  vocab = {char: i for i, char in enumerate(_byte_alphabet())}
   backend = tokenizers.Tokenizer(models.BPE(vocab, []))
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(
     add_prefix_space=False, use_regex=False
@@ -247,16 +247,15 @@ def _with_end_and_pad(backend, first_id):
   return Tokenizer(backend, eos_ids=(first_id,), pad_id=first_id + 1)
 
 
-def _byte_of(char):
-  """The byte that a character of the byte-level alphabet stands for.
+def _byte_alphabet():
+  """The characters that stand for bytes 0..255 in byte-level tokenizers.
 
   Printable Latin-1 stands for itself; the 68 others follow from U+0100, in
   order (the GPT-2 tokenizer).
   """
-  shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-  hidden = [byte for byte in range(256) if byte not in shown]
-  code = ord(char)
-  return code if code < 0x100 else hidden[code - 0x100]
+  shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+  others = itertools.count(0x100)
+  return [chr(b if b in shown else next(others)) for b in range(256)]
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ What the sandbox covers, on Linux:
   directory in memory. /etc, /proc and home directories are not there.
 
 `Result.granted` says which of 'network', 'files', 'processes' and 'user' held,
-and `Limits.require` refuses to run without. What it does not cover: faults of
+and `Limits.require` refuses to run without. With neither 'processes' nor 'user'
+a program could kill the trainer, so nothing is run. What it does not cover: faults of
 the kernel; reading what is installed with Python; time measured by a solution
 that shares the machine; memory of all its processes together (the limit is for
 each, so the worst case is `memory_bytes * processes`); without namespaces also
@@ -132,6 +133,11 @@ def _run_once(program: str, tests: list[Test], limits: Limits) -> Result:
         return unavailable(started['problem'], granted)
       if lacking := limits.require - granted:
         return unavailable(f'not granted here: {sorted(lacking)}', granted)
+      if not granted & {'user', 'processes'}:
+        return unavailable(
+          'the program would run as the same user in sight of the trainer, and '
+          'could end it; start as root or allow user namespaces'
+        )
       token = secrets.token_hex(16)
       deadline = time.monotonic() + limits.wall_s
       request = {'tests': tests, 'token': token}

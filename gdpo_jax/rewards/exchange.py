@@ -1,37 +1,27 @@
-"""The tests and the solution talk as two processes that exchange plain values.
+"""Two processes that exchange plain values and call each other's functions.
 
-  judge (the tests, none of the solution's code) <--JSON--> solution
+  Link, Proxy <--JSON frames--> Link, kept objects
 
-The tests call the solution's functions through proxies. Arguments and results
-cross as values (numbers, strings, containers, arrays), so a comparison in a
-test compares data in the judge: an object with its own `__eq__`, a patched
-builtin, a printed marker or a look into the caller's frame cannot reach it. An
-object that is no plain value stays where it is and is a `Proxy` here, equal to
-no plain value whatever it says of itself.
+Arguments and results cross as values (numbers, strings, containers, arrays). An
+object that is no plain value stays where it is, and is a `Proxy` on the other
+side: equal to no plain value, whatever it says of itself. So a comparison on
+one side compares data of that side, and code of the other side cannot reach it.
 
-Runs in the sandbox's fresh Python; imports the standard library only.
+Imports the standard library only: it runs in the sandbox's fresh Python.
 """
 
 import builtins
 import collections
-import datetime
-import decimal
-import fractions
 import importlib
-import io
 import json
 import operator
-import os
-import signal
 import socket
 import sys
 import time
-import traceback
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import workers  # lies beside this file; the sandbox has no package around it
+from gdpo_jax.rewards import workers
 
 _MAX_FRAME_BYTES = 16 << 20
 _MAX_NESTING = 200
@@ -148,6 +138,8 @@ class Link:
       return {'dict': [many(item) for item in dict.items(value)]}
     if kind in _BY_PARTS:
       return {kind.__name__: _BY_PARTS[kind][0](value)}
+    if kind is _loaded(kind.__name__):
+      return {kind.__name__: _BY_TEXT[kind.__name__][1](value)}
     numpy = sys.modules.get('numpy')
     if numpy is not None and isinstance(value, numpy.generic):
       return self._pack(value.item(), depth)
@@ -180,6 +172,10 @@ class Link:
     for made, (_, read) in _BY_PARTS.items():
       if kind == made.__name__:
         return read(content)
+    if kind in _BY_TEXT:
+      module, _, constructor = _BY_TEXT[kind]
+      made = getattr(importlib.import_module(module), kind)
+      return (getattr(made, constructor) if constructor else made)(content)
     if kind == 'int':
       return int(content, 16)
     if kind == 'ndarray':
@@ -197,14 +193,20 @@ _BY_PARTS: dict[type, tuple[Callable, Callable]] = {
   bytearray: (bytearray.hex, bytearray.fromhex),
   complex: (lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
   range: (lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-  fractions.Fraction: (str, fractions.Fraction),
-  decimal.Decimal: (str, decimal.Decimal),
-  datetime.datetime: (
-    datetime.datetime.isoformat,
-    datetime.datetime.fromisoformat,
-  ),
-  datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
 }
+# Types of modules that are loaded only where somebody uses them.
+_BY_TEXT: dict[str, tuple[str, Callable[[Any], str], str | None]] = {
+  'Fraction': ('fractions', str, None),
+  'Decimal': ('decimal', str, None),
+  'datetime': ('datetime', lambda time: time.isoformat(), 'fromisoformat'),
+  'date': ('datetime', lambda date: date.isoformat(), 'fromisoformat'),
+}
+
+
+def _loaded(name: str) -> type | None:
+  """A type of the table above, where its module has been imported."""
+  module = sys.modules.get(_BY_TEXT[name][0]) if name in _BY_TEXT else None
+  return getattr(module, name, None)
 
 
 def _call(target: Any, arguments: list, keywords: dict) -> Any:
@@ -387,170 +389,22 @@ def _next(iterator: Any) -> tuple[bool, Any]:
   return True, None
 
 
-# The solution's side.
-
-
-class Solution:
-  """Loads a program and does what the judge asks of it."""
-
-  def __init__(self, program: str, scratch: str):
-    self._program, self._scratch = program, scratch
-    self._namespace: dict[str, Any] = {}
-
-  def operations(self) -> dict[str, Callable]:
-    return {
-      **_BINARY,
-      **_ORDER,
-      **_OTHERS,
-      'getattr': getattr,
-      'setattr': setattr,
-      'isinstance': isinstance,
-      'bool': bool,
-      'len': len,
-      'str': str,
-      'repr': repr,
-      'float': float,
-      'int': int,
-      'iter': iter,
-      'next': _next,
-      'enter': lambda manager: manager.__enter__(),
-      'exit': lambda manager: manager.__exit__(None, None, None),
-      'load': self.load,
-      'run': self.run,
-    }
-
-  def load(self) -> dict[str, dict[str, Any]]:
-    """Runs the program as a module; its names, and which of them are modules."""
-    self._execute('solution')
-    names = {
-      name: value
-      for name, value in self._namespace.items()
-      if not name.startswith('__')
-    }
-    modules = {
-      name: value.__name__
-      for name, value in names.items()
-      if isinstance(value, types.ModuleType)
-    }
-    for name in modules:
-      del names[name]
-    return {'names': names, 'modules': modules}
-
-  def run(self, stdin: str) -> tuple[int, str]:
-    """Runs the program as a script; exit code and standard output."""
-    paths = [
-      os.path.join(self._scratch, name) for name in ('.stdin', '.stdout')
-    ]
-    with open(paths[0], 'w', encoding='utf-8') as file:
-      file.write(stdin)
-    child = os.fork()
-    if not child:
-      self._run_child(*paths)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with open(paths[1], encoding='utf-8', errors='replace') as file:
-      return code, file.read()
-
-  def _run_child(self, stdin: str, stdout: str):
-    code = 1
-    try:
-      os.closerange(3, 64)
-      for number, path, flags in ((0, stdin, os.O_RDONLY), (1, stdout, _WRITE)):
-        file = os.open(path, flags, 0o600)
-        os.dup2(file, number)
-        os.close(file)
-      sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), 'utf-8')
-      sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), 'utf-8')
-      self._execute('__main__')
-      code = 0
-    except SystemExit as error:
-      code = (
-        error.code if isinstance(error.code, int) else int(bool(error.code))
-      )
-    except BaseException:
-      traceback.print_exc()
-    finally:
-      try:
-        sys.stdout.flush()
-      except OSError:  # more output than the limit on files allows
-        code = code or 1
-      os._exit(code & 0xFF)
-
-  def _execute(self, name: str):
-    module = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses and pickle look it up
-    self._namespace = module.__dict__
-    exec(compile(self._program, 'solution.py', 'exec'), self._namespace)
-
-
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-
-
-# The judge's side.
-
-
-def judge(
-  sock: socket.socket,
-  solution_pid: int,
-  tests: Sequence[str | Mapping[str, str]],
-  report: Callable[[dict], None],
-) -> float:
-  """Runs the tests and reports on each; returns seconds spent in the solution.
-
-  A test is a piece of Python that must run to its end, or a mapping with
-  `stdin` and the `stdout` that the program must print, ending with exit code 0
-  (space at line ends does not count).
-  """
-
-  def on_child(*_):
-    # The socket may live on in the solution's own children.
-    try:
-      while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-        if pid == solution_pid:
-          sock.shutdown(socket.SHUT_RDWR)
-    except (ChildProcessError, OSError):
-      pass
-
-  signal.signal(signal.SIGCHLD, on_child)
-  on_child()
-  link = Link(sock, {})
-  namespace: dict[str, Any] = {'__name__': '__tests__'}
-  loaded = False
-  if not tests or any(isinstance(test, str) for test in tests):
-    problem, loaded = None, True
-    try:
-      names = link.ask('load')
-      for name, module in names['modules'].items():
-        names['names'][name] = importlib.import_module(module)
-      namespace.update(names['names'])
-    except BaseException as error:
-      problem, loaded = _in_words(error), False
-    report({'loaded': loaded, 'died': link.dead, 'message': problem})
-    if not tests:
-      return link.seconds
-  for test in tests:
-    try:
-      if not isinstance(test, str):
-        code, printed = link.ask('run', test['stdin'])
-        if code != 0:
-          raise RuntimeError(f'exit code {code}')
-        if _lines(printed) != _lines(test['stdout']):
-          raise AssertionError(f'printed {printed!r:.100}')
-      elif loaded:
-        exec(compile(test, '<test>', 'exec'), namespace)
-      passed = not link.dead and (loaded or not isinstance(test, str))
-      message = 'the solution has ended' if link.dead else None
-    except BaseException as error:
-      passed, message = False, _in_words(error)
-    report({'passed': passed, 'died': link.dead, 'message': message})
-  return link.seconds
-
-
-def _lines(text: str) -> list[str]:
-  return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _in_words(error: BaseException) -> str:
-  try:
-    return f'{type(error).__name__}: {error}'[:_MAX_MESSAGE_CHARS]
-  except BaseException:  # a message that cannot be built
-    return type(error).__name__
+# What a side may allow the other to do with its objects.
+OPERATIONS: dict[str, Callable] = {
+  **_BINARY,
+  **_ORDER,
+  **_OTHERS,
+  'getattr': getattr,
+  'setattr': setattr,
+  'isinstance': isinstance,
+  'bool': bool,
+  'len': len,
+  'str': str,
+  'repr': repr,
+  'float': float,
+  'int': int,
+  'iter': iter,
+  'next': _next,
+  'enter': lambda manager: manager.__enter__(),
+  'exit': lambda manager: manager.__exit__(None, None, None),
+}

@@ -15,24 +15,16 @@ step to step; `score` is the one-shot form.
 
 import collections
 import dataclasses
-import functools
-import hashlib
 import logging
 import math
-import pickle
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gdpo_jax.rewards import calls, workers
+from gdpo_jax.rewards import calls, lanes, memory
 
 _LOG = logging.getLogger(__name__)
-_MAX_STUCK_THREADS = (
-  4  # per reward; a thread cannot be killed, only left behind
-)
 _MAX_FAILURES = 1000  # records that a pipeline keeps
 _MAX_FAILURES_PER_CALL = 16  # of them, from one call of one reward
 _MAX_TEXT_CHARS = 1000
@@ -91,7 +83,8 @@ class Reward:
     if not callable(self.fn):
       raise ValueError(f'a reward needs a function, got {self.fn!r}.')
     if not self.name:
-      own = getattr(self.fn, '__name__', type(self.fn).__name__)
+      inner = getattr(self.fn, 'func', self.fn)  # functools.partial has none
+      own = getattr(inner, '__name__', type(inner).__name__)
       object.__setattr__(self, 'name', own)
 
     def refuse(what):
@@ -192,47 +185,6 @@ def reward_weights(
   return array
 
 
-class Mute(NamedTuple):
-  """Failed calls of one reward, and how long it still rests."""
-
-  failed_in_a_row: int = 0
-  steps_until_retry: int = 0  # > 0: muted
-
-
-def next_mute(
-  state: Mute,
-  num_calls: int,
-  num_failed: int,
-  *,
-  mute_after: int | None,
-  retry_after: int,
-) -> Mute:
-  """Mute state after a step, from counts alone.
-
-  With several processes the counts are sums over all of them, so that every
-  process decides the same. A step in which at least one call went well ends the
-  row of failures; a reward that is tried again and fails is muted at once.
-
-  Args:
-    state: before the step.
-    num_calls: calls in this step; 0 while muted.
-    num_failed: of them, how many gave no value at all (single missing rows,
-      such as `None` for a row that the reward has no opinion on, do not count).
-    mute_after: failed calls in a row that mute; None never does.
-    retry_after: steps until a muted reward is tried again.
-  """
-  if state.steps_until_retry:
-    return state._replace(steps_until_retry=state.steps_until_retry - 1)
-  if not num_calls:
-    return state
-  if num_failed < num_calls:
-    return Mute()
-  in_a_row = state.failed_in_a_row + num_failed
-  if mute_after is not None and in_a_row >= mute_after:
-    return Mute(in_a_row, retry_after)
-  return Mute(in_a_row)
-
-
 class Pipeline:
   """Keeps what a list of rewards needs from step to step.
 
@@ -263,12 +215,12 @@ class Pipeline:
       maxlen=_MAX_FAILURES
     )
     self._sum_counts = sum_counts
-    self._mutes = [Mute() for _ in self.rewards]
-    self._cache = _Cache(cache_rows)
-    self._lanes: list[_Lane] = []
+    self._mutes = [memory.Mute() for _ in self.rewards]
+    self._cache = memory.Cache(cache_rows)
+    self._lanes: list[lanes.Lane] = []
     try:
       for reward in self.rewards:
-        self._lanes.append(_Lane(reward))
+        self._lanes.append(lanes.Lane(reward))
     except BaseException:
       self.close()
       raise
@@ -377,7 +329,7 @@ class Pipeline:
     if not reward.pure:
       return lane.submit({**rows, **constants}, n)
     try:
-      keys = _row_keys(reward.name, rows, n)
+      keys = memory.row_keys(reward.name, rows, n)
     except Exception:  # a column that cannot be pickled cannot be looked up
       return lane.submit(rows, n)
     known = {key: self._cache.get(key) for key in set(keys)}
@@ -471,7 +423,7 @@ class Pipeline:
     alerts = []
     for i, reward in enumerate(self.rewards):
       before = self._mutes[i]
-      after = next_mute(
+      after = memory.next_mute(
         before,
         int(counts[i, 0]),
         int(counts[i, 1]),
@@ -552,194 +504,3 @@ def _check(rewards: Sequence[Reward]) -> list[tuple[int, int]]:
     for i in sorted(depth, key=depth.get)
     if depth[i] > 1
   ]
-
-
-class _Cache:
-  """Least recently used values, by row key; None = not known."""
-
-  def __init__(self, size: int):
-    self._size = size
-    self._values: collections.OrderedDict[bytes, float] = (
-      collections.OrderedDict()
-    )
-
-  def get(self, key: bytes) -> float | None:
-    if key in self._values:
-      self._values.move_to_end(key)
-    return self._values.get(key)
-
-  def put(self, key: bytes, value: float):
-    self._values[key] = value
-    self._values.move_to_end(key)
-    while len(self._values) > self._size:
-      self._values.popitem(last=False)
-
-
-def _row_keys(name: str, rows: Mapping[str, list], n: int) -> list[bytes]:
-  """A digest of all that a pure function can see of a row."""
-  ordered = sorted(rows.items())
-  return [
-    hashlib.blake2b(
-      pickle.dumps([name, *((key, column[row]) for key, column in ordered)]),
-      digest_size=16,
-    ).digest()
-    for row in range(n)
-  ]
-
-
-class _Lane:
-  """Runs the calls of one reward in order, each within its time-out.
-
-  The lane's own thread only waits, so it never hangs; what may hang is a runner
-  that it can leave behind (thread) or kill (process).
-  """
-
-  def __init__(self, reward: Reward):
-    self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-    in_process = reward.isolation == 'process'
-    self._runner = (_ProcessRunner if in_process else _ThreadRunner)(reward)
-    self._thread = threading.Thread(
-      target=self._loop, name=f'reward-{reward.name}', daemon=True
-    )
-    self._thread.start()
-
-  def submit(self, offered: Mapping[str, Any], n: int):
-    box: queue.SimpleQueue = queue.SimpleQueue()
-    self._inbox.put((offered, n, box))
-    return box.get
-
-  def close(self):
-    self._inbox.put(None)
-    self._runner.close()
-    self._thread.join()
-
-  def _loop(self):
-    while (item := self._inbox.get()) is not None:
-      offered, n, box = item
-      box.put(self._runner.call(offered, n))
-
-
-class _ThreadRunner:
-  """Calls a function in a thread that is left behind when time is up."""
-
-  def __init__(self, reward: Reward):
-    self._reward = reward
-    self._stuck: list[threading.Thread] = []
-    self._box: queue.SimpleQueue | None = None  # of the call in flight
-    self._closed = False
-    self._start()
-
-  def _start(self):
-    self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-    self._thread = threading.Thread(
-      target=self._loop,
-      args=(self._inbox,),
-      name=f'reward-{self._reward.name}-call',
-      daemon=True,
-    )
-    self._thread.start()
-
-  def _loop(self, inbox):
-    while (item := inbox.get()) is not None:
-      offered, n, box = item
-      reward = self._reward
-      box.put(
-        calls.invoke(
-          reward.fn, offered, name=reward.name, n=n, timeout_s=reward.timeout_s
-        )
-      )
-
-  def call(self, offered: Mapping[str, Any], n: int) -> calls.Call:
-    name, timeout_s = self._reward.name, self._reward.timeout_s
-    if self._closed:
-      return calls.failed('closed', f'{name}: the pipeline was closed', n)
-    self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-    if len(self._stuck) >= _MAX_STUCK_THREADS:
-      message = (
-        f'{name}: not called, {len(self._stuck)} earlier calls still hang; '
-        "use isolation='process'"
-      )
-      return calls.failed('stuck', message, n)
-    box = self._box = queue.SimpleQueue()
-    self._inbox.put((offered, n, box))
-    try:
-      # A coroutine cancels itself at the time-out; give it the chance.
-      call = box.get(timeout=timeout_s * 1.05 + 0.05)
-    except queue.Empty:
-      self._inbox.put(None)  # the thread ends when the function returns
-      self._stuck.append(self._thread)
-      self._start()
-      message = f'{name}: no result within {timeout_s} s'
-      return calls.failed('timeout', message, n, timeout_s)
-    if call is None:
-      return calls.failed('closed', f'{name}: the pipeline was closed', n)
-    return call
-
-  def close(self):
-    self._closed = True
-    self._inbox.put(None)
-    if self._box is not None:
-      self._box.put(None)  # wakes a lane that waits for a hung call
-
-
-class _ProcessRunner:
-  """Calls a function in worker processes, killed when time is up."""
-
-  def __init__(self, reward: Reward):
-    self._reward = reward
-    self._closed = False
-    self._workers: list[workers.Worker] = []
-    try:
-      for _ in range(reward.workers):
-        target = functools.partial(calls.invoke, reward.fn, name=reward.name)
-        self._workers.append(workers.Worker(target))
-    except ValueError as error:
-      self.close()
-      raise ValueError(f'reward {reward.name!r}: {error}') from None
-
-  def call(self, offered: Mapping[str, Any], n: int) -> calls.Call:
-    bounds = np.linspace(0, n, min(len(self._workers), n) + 1).astype(int)
-    parts = list(zip(self._workers, bounds, bounds[1:]))
-    if len(parts) == 1:
-      shares = [offered]
-    else:  # a pure function, so everything offered has n rows
-      shares = [
-        {key: column[low:high] for key, column in offered.items()}
-        for _, low, high in parts
-      ]
-    return calls.join(
-      [
-        finish()
-        for finish in [
-          self._begin(worker, share, int(high - low))
-          for (worker, low, high), share in zip(parts, shares)
-        ]
-      ]
-    )
-
-  def _begin(self, worker, offered, n) -> Callable[[], calls.Call]:
-    name, timeout_s = self._reward.name, self._reward.timeout_s
-    try:
-      worker.begin(offered, n=n, timeout_s=timeout_s)
-    except Exception as error:  # pickling: nothing was sent
-      message = f'{name}: {type(error).__name__}: {error}'
-      return functools.partial(calls.failed, 'exception', message, n)
-
-    def finish() -> calls.Call:
-      try:
-        return worker.finish()
-      except TimeoutError as error:
-        return calls.failed('timeout', f'{name}: {error}', n, timeout_s)
-      except workers.WorkerDied as error:
-        if self._closed:
-          return calls.failed('closed', f'{name}: the pipeline was closed', n)
-        return calls.failed('died', f'{name}: {error}', n)
-      except Exception as error:  # loading the function, reading the result
-        return calls.failed('exception', f'{name}: {error}', n)
-
-    return finish
-
-  def close(self):
-    self._closed = True
-    for worker in self._workers:
-      worker.close()

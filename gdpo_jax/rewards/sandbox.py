@@ -12,18 +12,16 @@ and the supervisor. Standard library only; this file is run by its path.
 import ctypes
 import json
 import os
-import random
 import resource
 import signal
 import socket
 import struct
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import exchange
-import workers
+sys.path.insert(0, os.path.abspath(os.path.join(__file__, '../../..')))
+from gdpo_jax.rewards import exchange, trial, workers
 
-del sys.path[0]  # or the solution would `import code` from here
+del sys.path[0]  # nothing else of what lies there is the solution's business
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _CLONE_NEWIPC = 0x00020000, 0x08000000
@@ -64,7 +62,7 @@ def main():
   os.chdir(spec['scratch'])
   started = {'granted': granted}
   if os.getuid() == 0:
-    spec['uid'] = _FIRST_UID + random.randrange(_NUM_UIDS)
+    spec['uid'] = _FIRST_UID + int.from_bytes(os.urandom(4)) % _NUM_UIDS
     os.chown(spec['scratch'], spec['uid'], spec['uid'])
     granted.append('user')
     if not _anybody_reaches(os.__file__):
@@ -83,7 +81,7 @@ def main():
   def report(record: dict):
     workers.send(sock, json.dumps(record).encode())
 
-  seconds = exchange.judge(ours, solution, request['tests'], report)
+  seconds = trial.judge(ours, solution, request['tests'], report)
   output = _tail(os.path.join(spec['scratch'], '.output'))
   report({'token': request['token'], 'seconds': seconds, 'output': output})
   os._exit(0)
@@ -195,7 +193,7 @@ def start_solution(
     limit(spec, processes=spec['processes'])
     drop_privileges(spec.get('uid'))
     sys.stdout.reconfigure(line_buffering=True)
-    solution = exchange.Solution(spec['program'], spec['scratch'])
+    solution = trial.Solution(spec['program'], spec['scratch'])
     exchange.Link(theirs, solution.operations()).serve()
   finally:
     os._exit(1)

@@ -127,10 +127,10 @@ class Worker:
       WorkerDied: the process ended; a fresh one is on its way.
       WorkerError: the target raised; the process lives on.
     """
-    self.begin(*args, timeout_s=timeout_s, **kwargs)
+    self.begin(args, kwargs, timeout_s)
     return self.finish()
 
-  def begin(self, *args: Any, timeout_s: float, **kwargs: Any):
+  def begin(self, args: tuple, kwargs: dict[str, Any], timeout_s: float):
     """First half of `call`: returns when the worker has its arguments."""
     self._timeout_s, self._problem = timeout_s, None
     request = pickle.dumps((args, kwargs), protocol=5)

@@ -423,7 +423,7 @@ class TestSmolLM2:
     np.testing.assert_allclose(
       first[:, :: golden['stride']],
       [chat['first_logits'] for chat in chats],
-      atol=1e-4 * np.abs(first).max(),
+      atol=1e-5 * np.abs(first).max(),
       rtol=0,
     )
 
@@ -442,7 +442,8 @@ class TestSmolLM2:
     )
     largest = np.abs(logits - expected).max()
     print(f'largest difference {largest:.2e}, logits to {expected.max():.1f}')
-    assert largest < 1e-4
+    # transformers' own float32 logits are 8e-5 off its float64 ones here
+    assert largest < 1e-5 * np.abs(expected).max()
     tokens = model.generate(
       torch.tensor([chat['prompt']]), max_new_tokens=32, do_sample=False
     )

@@ -230,6 +230,7 @@ Q = 'model.layers.1.self_attn.q_proj.weight'
     (lambda c, w: c.update(num_hidden_layers=10**12), 'lacks'),
     (lambda c, w: c.update(vocab_size=10**12), f'{EMBED}.*has shape'),
     (lambda c, w: c.update(num_hidden_layers=1), 'no place for'),
+    (lambda c, w: c.update(hidden_size=[24]), 'wrong kind'),
   ],
 )
 def test_what_does_not_fit_is_named(tmp_path, change, message):
@@ -371,7 +372,9 @@ def test_each_device_reads_its_slice_only(tmp_path):
     ]
     read = [part for part, all_of_it in sizes if all_of_it == array.size]
     assert set(read) == {array.size // 4}
-  # replicated leaves are read once, not once per device
+  # devices that hold the same slice share one reading of it
+  head = weights[HEAD].size
+  assert sizes.count((head // 2, head)) == 2
   norm = weights['model.norm.weight'].size
   assert sizes.count((norm, norm)) == 1 + 2 * config.num_layers
 

@@ -18,6 +18,7 @@ LLAMA_LIKE = (
   "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}"
   '</s>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}'
 )
+BYTES = byte_tokenizer()
 CHAT = [{'role': 'user', 'content': 'Hi'}]
 
 
@@ -47,13 +48,12 @@ def write(directory, post_processor=False, **files):
 
 @given(st.text(st.characters(codec='utf-8')))
 def test_bytes_round_trip(text):
-  tokenizer = byte_tokenizer()
   if '<|eos|>' in text or '<|pad|>' in text:
     return
-  ids = tokenizer.encode(text)
+  ids = BYTES.encode(text)
   assert ids == list(text.encode('utf-8'))
-  ended = [*ids, tokenizer.eos_id, tokenizer.pad_id, tokenizer.pad_id]
-  assert tokenizer.decode(ended) == text
+  ended = [*ids, BYTES.eos_id, BYTES.pad_id, BYTES.pad_id]
+  assert BYTES.decode(ended) == text
 
 
 def test_byte_tokenizer_ids():

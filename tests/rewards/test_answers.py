@@ -1,10 +1,16 @@
 import functools
+import json
+import os
+import pathlib
 import threading
 import time
 
 import pytest
 
 from gdpo_jax.rewards import answers
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHARED = pathlib.Path(os.environ.get('GDPO_SHARED', ROOT.parent / 'shared'))
 
 
 @pytest.mark.parametrize(
@@ -209,3 +215,64 @@ def test_length_counts_tokens_and_includes_the_limit():
   ]
   with pytest.raises(ValueError, match='at least 1'):
     answers.length(0)
+
+
+def gsm8k():
+  answers_ = []
+  for name in ('gsm8k_train.jsonl', 'gsm8k_test.jsonl'):
+    path = SHARED / 'data' / name
+    if not path.exists():
+      pytest.skip(f'needs {path} (set GDPO_SHARED)')
+    with open(path, encoding='utf-8') as file:
+      answers_ += [json.loads(line)['answer'] for line in file]
+  return answers_
+
+
+def spellings(gold):
+  """Plain, boxed, with unit, with thousands separators, with a sentence."""
+  number = gold.rpartition('####')[2].strip()
+  plain = number.replace(',', '')
+  separated = f'{int(plain):,}' if plain.lstrip('-').isdigit() else plain
+  return [
+    plain,
+    rf'so that is \boxed{{{plain}}}',
+    f'The answer is {plain} dollars',
+    f'Answer: {separated}',
+    f'It comes to {plain}. I checked every step of it twice.',
+  ]
+
+
+def check_gsm8k(golds):
+  for gold, following in zip(golds, golds[1:] + golds[:1]):
+    texts = spellings(gold)
+    assert answers.correctness(texts, [gold] * 5) == [1.0] * 5, gold
+    numbers = [
+      float(text.rpartition('####')[2].replace(',', ''))
+      for text in (gold, following)
+    ]
+    if numbers[0] != numbers[1]:
+      wrong = answers.correctness(texts, [following] * 5)
+      assert wrong == [0.0] * 5, (gold, following)
+
+
+def test_gsm8k_sample():
+  check_gsm8k(gsm8k()[::20])
+
+
+@pytest.mark.slow
+def test_gsm8k():
+  golds = gsm8k()
+  assert len(golds) == 8792
+  check_gsm8k(golds)
+
+
+def test_a_batch_of_endless_expressions_is_missing_only_in_part(monkeypatch):
+  monkeypatch.setattr(answers, '_BUDGET_S', 0.5)
+  monkeypatch.setattr(answers.equality, '_COMPARE_TIMEOUT_S', 0.3)
+  endless = [
+    rf'\boxed{{\binom{{10^9}}{{5 \cdot 10^8 + {i}}}}}' for i in range(30)
+  ]
+  start = time.monotonic()
+  values = answers.correctness(['\\boxed{3}', *endless], ['3'] * 31)
+  assert time.monotonic() - start < 10
+  assert values[0] == 1.0 and values[1] == 0.0 and values[-1] is None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdpo_jax.rewards import pipeline
+from gdpo_jax.rewards import memory, pipeline
 from gdpo_jax.rewards.pipeline import Pipeline, Reward, score
 
 PROMPTS, COMPLETIONS = ['p'] * 8, list('abcdefgh')
@@ -287,9 +287,9 @@ def test_a_fallback_answers_for_the_missing_rows():
 
 def test_mute_decides_on_counts():
   def run(counts, **options):
-    state, muted = pipeline.Mute(), []
+    state, muted = memory.Mute(), []
     for num_calls, num_failed in counts:
-      state = pipeline.next_mute(state, num_calls, num_failed, **options)
+      state = memory.next_mute(state, num_calls, num_failed, **options)
       muted.append(state.steps_until_retry > 0)
     return muted
 
@@ -333,25 +333,38 @@ def test_mute_and_retry_with_an_alert():
 
 
 def test_mute_agrees_between_processes():
-  """Two pipelines stand for two processes; the sums go over both."""
-  counts = {}
+  """Two pipelines in two threads stand for two training processes."""
+  barrier, counts, muted = threading.Barrier(2), {}, {0: [], 1: []}
+  broken = [[True] * 8, [False] * 3 + [True] * 5]
 
-  def make(me, fn):
+  def run(me):
     def sum_counts(mine):
       counts[me] = mine
-      return counts[0] + counts[1] if len(counts) == 2 else 2 * mine
+      barrier.wait(10)
+      total = counts[0] + counts[1]
+      barrier.wait(10)
+      return total
 
-    return Pipeline([Reward(fn, name='r', mute_after=4)], sum_counts=sum_counts)
+    def fn(completions, step):
+      if broken[me][step]:
+        raise ValueError
+      return ones(completions)
 
-  def bad(completions):
-    raise ValueError
+    reward = Reward(fn, mute_after=4, retry_after=2)
+    with Pipeline([reward], sum_counts=sum_counts) as pipe:
+      for step in range(8):
+        pipe.score(PROMPTS, COMPLETIONS, step=step)
+        muted[me].append(pipe.muted)
 
-  counts[1] = np.zeros((1, 2), np.int64)
-  with make(0, bad) as first, make(1, ones) as second:
-    for _ in range(6):
-      first.score(PROMPTS, COMPLETIONS)
-      second.score(PROMPTS, COMPLETIONS)
-    assert first.muted == second.muted
+  threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(30)
+  # While one process does well nothing is muted; then two steps of two failures
+  # each make four. Two steps of rest, and a retry that fails.
+  assert muted[0] == muted[1]
+  assert [len(names) for names in muted[0]] == [0, 0, 0, 0, 1, 1, 0, 1]
 
 
 def test_pure_values_are_cached_by_what_the_function_sees():
