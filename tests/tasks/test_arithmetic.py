@@ -206,3 +206,23 @@ def test_tiny_working_is_column_addition():
   problem = Problem(58, (('+', 67),))  # 8 + 7 = 15, 5 + 6 + 1 = 12
   assert ''.join(arith._columns(problem, 'columns')) == '15;12;'
   assert ''.join(arith._columns(problem, 'full')) == '8+7+0>15;5+6+1>12;'
+
+
+@pytest.mark.weights
+def test_defaults_fit_the_limits_that_are_documented_for_smollm2():
+  from gdpo_jax.policy import gguf, weights
+  from gdpo_jax.tasks.base import encode_prompts
+
+  file = weights.path('smollm2-135m')
+  if file is None:
+    pytest.skip('the weights of smollm2-135m are not in the cache')
+  tokenizer = gguf.load(file).tokenizer
+  train, heldout = arith.arithmetic()
+  prompts = encode_prompts(train + heldout, tokenizer, 128)
+  assert prompts.mask.sum(1).max() == 116
+  for example in train + heldout:
+    a, op, b = example['problem'].split()
+    problem = Problem(int(a), ((op, int(b)),))
+    brief = len(tokenizer.encode(arith.solution(problem, 'brief'))) + 1
+    long = len(tokenizer.encode(arith.solution(problem, 'long'))) + 1
+    assert brief <= 18 < long <= 48  # EOS counted
