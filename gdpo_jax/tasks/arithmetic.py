@@ -7,10 +7,22 @@ A problem is a start and one to three steps. The split looks at these alone, so
 that no problem of the held-out side is ever trained on, whatever the seed, the
 names and the objects.
 
-`arithmetic` is for chat models. It was fitted to SmolLM2-135M-Instruct, which
-at temperature 1 adds, subtracts and multiplies small numbers about every other
-time and imitates the two worked examples: one brief, one long-winded, both
-right. `tiny` is two-digit addition for a model of 1e5 parameters over single
+`arithmetic` is for chat models. Its defaults were chosen with
+SmolLM2-135M-Instruct (Q4_1), which imitates the two worked examples, one brief
+and one that says everything twice, and is right in either style, so that it can
+become shorter and better at once. The 200 held-out problems, 48 new tokens at
+most, prompts of at most 116 tokens:
+
+                        correct  <= 18 tokens  both   mixed groups
+  greedy                   0.57          0.68  0.44
+  temperature 1, 48 x 4    0.31          0.43  0.15   0.46 and 0.83
+
+18 tokens with EOS hold the longest brief solution ('15 + 18 = 33', line break,
+'Answer: 33'). On one-digit problems it starts higher (0.6 to 0.7 correct at
+temperature 1); word problems (0.2), larger numbers (0.1) and two operations
+(less) are hardly within its reach.
+
+`tiny` is two-digit addition for a model of 1e5 parameters over single
 characters, with demonstrations to start from.
 """
 
@@ -24,7 +36,7 @@ from gdpo_jax.tasks.base import Layout, chat_prompt
 Style = Literal['expression', 'story', 'mixed']
 Solution = Literal['brief', 'long']
 
-HELDOUT_SHARE = 0.25  # of all canonical problems
+HELDOUT_SHARE = 1 / 3  # of all canonical problems
 INSTRUCTION = 'Solve the problem. End with a line "Answer: " and the number.'
 
 
@@ -145,7 +157,6 @@ _THEN = {
   '-': ('Then {name} gives away {b}.', 'Then {b} of them are sold.'),
   '*': ('Then {name} trades them for {b} times as many.',),
 }
-_ASKED = ('What is {}?', 'How much is {}?', 'Find {}.')
 
 
 def _story(problem: Problem, rng: random.Random) -> str:
@@ -165,7 +176,7 @@ def _question(problem: Problem, style: str, rng: random.Random) -> str:
     style = rng.choice(('expression', 'story'))
   if style == 'story':
     return _story(problem, rng)
-  return rng.choice(_ASKED).format(problem.expression)
+  return f'What is {problem.expression}?'
 
 
 def solution(problem: Problem, style: Solution) -> str:
@@ -203,8 +214,8 @@ def _worked(operations: int, style: str, solutions: Sequence[Solution]):
 
 def arithmetic(
   level: int | Sequence[int] = (1, 2),
-  num_train: int = 1024,
-  num_heldout: int = 256,
+  num_train: int = 400,
+  num_heldout: int = 200,
   seed: int = 0,
   style: Style = 'expression',
   worked: Sequence[Solution] = ('brief', 'long'),
@@ -224,7 +235,9 @@ def arithmetic(
     layout: worked examples as turns of the chat, or all in one user message.
   Returns:
     (train, heldout); an example has 'prompt' (chat messages), 'answer' (the
-    number as text), 'problem' (the sum) and 'level'. No prompt comes twice.
+    number as text), 'problem' (the sum) and 'level'. No prompt comes twice;
+    once an easy level has no more, the others fill up, so a small data set is
+    easier than a large one. By default there are 444 and 228 bare sums at most.
   Raises:
     ValueError: an unknown level or style, or more examples than there are.
   """
@@ -256,7 +269,7 @@ def arithmetic(
       'level': chosen,
     }
 
-  what = f'{style} problems of level {level}'
+  what = f'style {style!r}, level {level}'
   return _split(make, num_train, num_heldout, seed, what)
 
 
@@ -272,10 +285,13 @@ def _split(make, num_train, num_heldout, seed, what):
     # would have shown up by then
     since_new += 1
     if since_new > 20_000:
+      lacking = ' and '.join(
+        f'{len(sides[side])} of {wanted[side]} {name}'
+        for side, name in ((False, 'training'), (True, 'held-out'))
+        if len(sides[side]) < wanted[side]
+      )
       raise ValueError(
-        f'there are only about {len(sides[False])} training and '
-        f'{len(sides[True])} held-out {what}, but {num_train} and '
-        f'{num_heldout} were asked for; ask for fewer or add a level.'
+        f'{what}: found only {lacking} problems; ask for fewer or add a level.'
       )
     made = make(rng)
     if made is None or str(made[1]['prompt']) in seen:
@@ -294,7 +310,7 @@ def _split(make, num_train, num_heldout, seed, what):
 
 TINY_ALPHABET = '0123456789+:>;='
 TINY_LIMIT_TOKENS = 11  # 'columns' with EOS: 6 + '=' + at most 3 digits + 1
-_TINY_STYLES = {'direct': 0.25, 'columns': 0.15, 'full': 0.6}
+_TINY_STYLES = {'direct': 0.2, 'columns': 0.3, 'full': 0.5}
 
 
 def tiny(
@@ -320,15 +336,21 @@ def tiny(
 
 
 def tiny_demonstrations(
-  seed: int, n: int, wrong: float = 0.3
+  seed: int, n: int, wrong: float = 0.2
 ) -> list[tuple[str, str]]:
   """Where the tiny model starts from: n pairs of prompt and completion.
 
-  Of training problems only, in three styles: the sum alone ('=46', 25%),
-  after the totals of the columns from the right ('06;04;=46', 15%), after how
-  the totals come about ('2+4+0>06;1+3+0>04;=46', 60%). A share `wrong` ends in
-  a number that is off by 1, 10 or 100. The middle style is right and short,
-  and rare: reinforcement learning has something to find.
+  Of training problems only, in three styles: the sum alone ('=46', 20%),
+  after the totals of the columns from the right ('06;04;=46', 30%), after how
+  the totals come about ('2+4+0>06;1+3+0>04;=46', 50%). A share `wrong` ends in
+  a number that is off by 1, 10 or 100.
+
+  The longest style is learned first, the sum alone hardly ever, and the middle
+  one is both right and within TINY_LIMIT_TOKENS, if it is learned: a model of 2
+  layers of width 64 after 500 steps of 128 pairs (Adam, 5e-3 with a cosine to a
+  tenth) was right on 0.43 of held-out problems at temperature 1, within the
+  limit on 0.54, both on 0.16 (greedy 0.88, 0.20, 0.20). With half as many
+  demonstrations of the middle style and 30% wrong ones, both were 0.01.
 
   Returns:
     n pairs; completions come without EOS.

@@ -51,7 +51,8 @@ class Task:
     names = [reward.name for reward in self.rewards]
     if not names or len(set(names)) < len(names):
       raise ValueError(
-        f'task {self.name!r} needs rewards with names of their own, got {names}.'
+        f'task {self.name!r} needs rewards with names of their own, got '
+        f'{names}.'
       )
     if not self.train:
       raise ValueError(f'task {self.name!r} has no training examples.')

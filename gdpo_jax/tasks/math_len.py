@@ -78,7 +78,8 @@ def math_len(
   Args:
     source: 'arithmetic' for a chat model, 'gsm8k', or 'tiny' for a model of
       single characters (`arithmetic.TINY_ALPHABET`).
-    limit_tokens: of the reward `length`, EOS counted.
+    limit_tokens: of the reward `length`, EOS counted; 18 suits the default
+      `arithmetic` (see there), `arithmetic.TINY_LIMIT_TOKENS` the tiny one.
     conditioned: `length` counts only where `correct` is 1.
     with_format: a third reward, `format`.
     weights: by name of the reward; those not named have weight 1.
