@@ -170,15 +170,9 @@ def zero(completions, **_):
 
 
 def test_task_refuses_what_cannot_be_trained_on():
-<<<<<<< HEAD
-  scored = (Reward(zero),)
-
-  def task(train=None, heldout=(), rewards=scored):
-=======
   one = Reward(zero)
 
   def task(train=None, heldout=(), rewards=(one,)):
->>>>>>> tasks
     return base.Task(
       't', examples() if train is None else train, heldout, rewards
     )
