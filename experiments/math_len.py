@@ -32,7 +32,10 @@ def task_of(config):
       f'{config.max_new_tokens}: every answer would be within the limit; lower '
       'the one or raise the other.'
     )
-  return math_len.math_len(**config.task.to_dict())
+  task = config.task.to_dict()
+  if not task['with_format']:
+    task['weights'].pop('format')
+  return math_len.math_len(**task)
 
 
 def main(argv):
