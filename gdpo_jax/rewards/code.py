@@ -4,7 +4,7 @@
 
 What the sandbox covers, on Linux:
 - The solution runs in a process of its own, separate from the tests, which
-  compare plain values (see `exchange`). It cannot see the tests, and neither
+  compare plain values (see `trial`). It cannot see the tests, and neither
   exits, patched builtins, printed markers nor objects with their own `__eq__`
   pass for success. A run counts only with the random token that the side with
   the tests gives back after the last of them.
@@ -19,12 +19,15 @@ What the sandbox covers, on Linux:
 
 `Result.granted` says which of 'network', 'files', 'processes' and 'user' held,
 and `Limits.require` refuses to run without. With neither 'processes' nor 'user'
-a program could kill the trainer, so nothing is run. What it does not cover: faults of
-the kernel; reading what is installed with Python; time measured by a solution
-that shares the machine; memory of all its processes together (the limit is for
-each, so the worst case is `memory_bytes * processes`); without namespaces also
-the network, and files that everybody may read. It is made for the code that a
-policy under training writes, not for determined attackers.
+a program could kill the trainer, so nothing is run.
+
+What it does not cover: faults of the kernel; reading what is installed with
+Python; memory of all processes together (the limit is for each, so the worst
+case is `memory_bytes * processes`); noise in measured time; helper functions
+that the tests take from the program instead of defining or importing them;
+without namespaces also the network, and files that everybody may read. It is
+made for the code that a policy under training writes, not for determined
+attackers.
 """
 
 import concurrent.futures

@@ -124,7 +124,7 @@ _POWER_OF_TEN = re.compile(
 _UNIT = re.compile(
   r'(?P<space>\s*)(?P<word>[A-Za-z]+)\.?(?:[\s/-]+[A-Za-z.]+|\^\{?[23]\}?)*'
 )
-_CURRENCY = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen', '₹': 'rupee'}
+_CURRENCY = dict(zip('$€£¥₹', ('dollar', 'euro', 'pound', 'yen', 'rupee')))
 # Only units of this table can contradict each other; other words are prose.
 _MEASURES = {
   alias: name

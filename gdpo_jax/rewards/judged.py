@@ -53,7 +53,7 @@ class _Model:
   ):
     if not (pathlib.Path(directory) / 'config.json').is_file():
       raise ValueError(
-        f'{directory} is no Hugging Face model directory: it has no config.json.'
+        f'{directory} is no Hugging Face model directory: it has no config.json'
       )
     self.directory, self.batch_rows = str(directory), batch_rows
     self.max_tokens = max_tokens

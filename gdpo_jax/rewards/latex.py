@@ -72,7 +72,7 @@ def trim(text: str) -> str:
 
 
 _SPACE_COMMANDS = re.compile(
-  r'\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|quad|qquad)(?![a-zA-Z])'
+  r'\\(?:left|right|[bB]ig[lr]?|displaystyle|q?quad)(?![a-zA-Z])'
   r'|\\[!,;: ]|~'
 )
 _TEXT_COMMANDS = re.compile(

@@ -471,7 +471,7 @@ def score(
 
 
 def _check(rewards: Sequence[Reward]) -> list[tuple[int, int]]:
-  """Refuses a wrong list; returns (reward, its fallback), ends of chains first."""
+  """Refuses a wrong list; pairs (reward, fallback), ends of chains first."""
   if not rewards:
     raise ValueError('at least one reward is needed.')
   index: dict[str, int] = {}

@@ -1,9 +1,9 @@
 """Sympy's verdict on two expressions; runs in a worker process.
 
 Exact, or where sympy finds no proof by forty agreeing significant digits; never
-by an absolute tolerance. What would only keep sympy busy (9^9^9^9, the factorial of a
-million) is refused by an estimate of its size, so that a batch full of such
-answers does not cost a time-out each.
+by an absolute tolerance. What would only keep sympy busy (9^9^9^9, the
+factorial of a million) is refused by an estimate of its size, so that a batch
+full of such answers does not cost a time-out each.
 """
 
 import logging

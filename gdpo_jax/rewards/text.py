@@ -37,7 +37,8 @@ def words_between(at_least: int, at_most: int) -> RewardFn:
   """1.0 where the number of words is in [at_least, at_most], else 0.0."""
   if not 0 <= at_least <= at_most:
     raise ValueError(
-      f'words_between needs 0 <= at_least <= at_most, got {at_least}, {at_most}.'
+      'words_between needs 0 <= at_least <= at_most, '
+      f'got {at_least}, {at_most}.'
     )
 
   def words_between(completions: Sequence[Any], **_: Any) -> list[float]:

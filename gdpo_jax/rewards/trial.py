@@ -41,7 +41,7 @@ class Solution:
     }
 
   def load(self) -> dict[str, dict[str, Any]]:
-    """Runs the program as a module; its names, and which of them are modules."""
+    """Runs the program as a module; its names, and which are modules."""
     self._execute('solution')
     names = {
       name: value
