@@ -6,18 +6,15 @@ the experiment's own (model, task, warm start).
 """
 
 import dataclasses
-import json
 import os
 import pathlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 import rich.console
-from absl import app, logging
 
 from gdpo_jax import sampler, sharding
 from gdpo_jax.policy import hf, weights
@@ -98,8 +95,6 @@ def run(
   )
   names = [reward.name for reward in task.rewards]
   report.curves(result.history, names, directory / 'curves.png')
-  if result.final is not None:
-    _write_answers(result.final, directory / 'heldout.jsonl')
   console.print(report.table(result.history, names))
   console.print(f'run directory: {directory}', soft_wrap=True)
   return result
@@ -137,61 +132,6 @@ def _warm_started(policy, model, task, settings, config, directory):
   hf.save(partial, model.config, params, dtype='float32')
   partial.rename(kept)
   return params
-
-
-def _write_answers(evaluation, path: pathlib.Path) -> None:
-  with path.open('w', encoding='utf-8') as file:
-    for i, text in enumerate(evaluation.texts):
-      record = {
-        'prompt': evaluation.examples[i]['prompt'],
-        'completion': text,
-        'tokens': int(evaluation.lengths[i]),
-        'rewards': {
-          n: None if np.isnan(v) else float(v)
-          for n, v in zip(evaluation.names, evaluation.values[i])
-        },
-      }
-      file.write(json.dumps(record, ensure_ascii=False) + '\n')
-
-
-def start(main: Callable[[list[str]], None]) -> None:
-  """`app.run`, in which a mistake of the user is a sentence, not a traceback."""
-
-  def guarded(argv):
-    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
-    try:
-      main(argv)
-    except ValueError as error:
-      if os.environ.get('GDPO_TRACEBACK'):
-        raise
-      print(f'error: {error}', file=sys.stderr)
-      sys.exit(2)
-
-  try:
-    app.run(guarded)
-  except (AttributeError, KeyError) as error:
-    # a field that no config has; ml_collections names the nearest one
-    print(f'error: no such setting: {error.args[0]}', file=sys.stderr)
-    sys.exit(2)
-
-
-def main(
-  config: ml_collections.ConfigDict,
-  task_of: Callable[[ml_collections.ConfigDict], Task],
-  run_dir: str,
-  only_build: bool,
-) -> None:
-  """Checks everything that can be checked, then loads, then runs."""
-  settings = settings_of(config)
-  if only_build:
-    shape = model_config(config) or load_model(config).config
-    for name, value in dry_run(shape, settings).items():
-      print(f'{name:24s} {value:12.2f}')
-    return
-  use_compilation_cache()
-  task = task_of(config)
-  directory = pathlib.Path(run_dir or f'runs/{task.name}')
-  run(load_model(config), task, settings, config, directory)
 
 
 def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:

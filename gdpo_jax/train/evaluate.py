@@ -1,6 +1,8 @@
 """Greedy answers on held-out problems, scored by the same rewards."""
 
+import json
 import math
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +38,22 @@ class Evaluation(NamedTuple):
           seen.std(ddof=1) / math.sqrt(seen.size)
         )
     return out
+
+  def write(self, path: pathlib.Path) -> None:
+    """One JSON line per problem: prompt, completion, tokens, raw rewards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open('w', encoding='utf-8') as file:
+      for i, text in enumerate(self.texts):
+        record = {
+          'prompt': self.examples[i]['prompt'],
+          'completion': text,
+          'tokens': int(self.lengths[i]),
+          'rewards': {
+            name: None if np.isnan(value) else float(value)
+            for name, value in zip(self.names, self.values[i])
+          },
+        }
+        file.write(json.dumps(record, ensure_ascii=False) + '\n')
 
 
 def evaluate(

@@ -57,8 +57,8 @@ def train(
     policy, params, tokenizer: what is trained; `params` is also the reference
       policy where `settings.kl_coef` is not 0.
     settings: plain or resolved.
-    directory: metrics.jsonl, samples.jsonl, settings.json, checkpoints/,
-      evaluation.json are written here.
+    directory: metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and
+      heldout/STEP.jsonl (answers to held-out problems) are written here.
     heldout: problems for evaluation, the task's own by default; [] for none.
     after_step: called with (step, row) when a step is written.
   Raises:
@@ -137,6 +137,7 @@ def train(
         step,
       )
       writer.write(step, result.summary(), prefix='eval/')
+      result.write(directory / 'heldout' / f'{step}.jsonl')
       return result
 
     if not restored:

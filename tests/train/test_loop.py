@@ -145,6 +145,10 @@ def test_files_hold_every_reward_and_every_step(finished):
   held_out = [row for row in rows if 'eval/rewards/digits/mean' in row]
   assert [row['step'] for row in held_out] == [0, 4]
   assert len(result.final.texts) == 20
+  for step in (0, 4):
+    answers = metrics.read_jsonl(directory / 'heldout' / f'{step}.jsonl')
+    assert len(answers) == 20
+  assert answers[3]['completion'] == result.final.texts[3]
   samples = metrics.read_jsonl(directory / 'samples.jsonl')
   assert {row['step'] for row in samples} == {1, 3, 4}
   assert set(samples[0]['rewards']) == {'digits', 'short'}
