@@ -134,6 +134,46 @@ def _warm_started(policy, model, task, settings, config, directory):
   return params
 
 
+def start(main: Callable[[list[str]], None]) -> None:
+  """`app.run`, in which a mistake of the user is a sentence, not a traceback."""
+
+  def guarded(argv):
+    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
+    try:
+      main(argv)
+    except ValueError as error:
+      if os.environ.get('GDPO_TRACEBACK'):
+        raise
+      print(f'error: {error}', file=sys.stderr)
+      sys.exit(2)
+
+  try:
+    app.run(guarded)
+  except (AttributeError, KeyError) as error:
+    # a field that no config has; ml_collections names the nearest one
+    print(f'error: no such setting: {error.args[0]}', file=sys.stderr)
+    sys.exit(2)
+
+
+def main(
+  config: ml_collections.ConfigDict,
+  task_of: Callable[[ml_collections.ConfigDict], Task],
+  run_dir: str,
+  only_build: bool,
+) -> None:
+  """Checks everything that can be checked, then loads, then runs."""
+  settings = settings_of(config)
+  if only_build:
+    shape = model_config(config) or load_model(config).config
+    for name, value in dry_run(shape, settings).items():
+      print(f'{name:24s} {value:12.2f}')
+    return
+  use_compilation_cache()
+  task = task_of(config)
+  directory = pathlib.Path(run_dir or f'runs/{task.name}')
+  run(load_model(config), task, settings, config, directory)
+
+
 def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   """Builds the whole step abstractly: no weights, no memory, no accelerator.
 
