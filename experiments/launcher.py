@@ -8,13 +8,15 @@ the experiment's own (model, task, warm start).
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 import rich.console
+from absl import app, logging
 
 from gdpo_jax import sampler, sharding
 from gdpo_jax.policy import hf, weights
