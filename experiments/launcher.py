@@ -198,7 +198,7 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   sampling = sampler.Sampling(
     settings.group_size, settings.max_new_tokens, settings.temperature
   )
-  prompt = (settings.prompts_per_step, settings.max_prompt_tokens)
+  prompt = (settings.prompts_per_rollout, settings.max_prompt_tokens)
   jax.eval_shape(
     lambda params, tokens, mask, key: sampler.generate(
       policy, params, Prompts(tokens, mask, []), key, sampling
@@ -218,7 +218,7 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
     * config.num_layers
     * config.num_kv_heads
     * config.head_dim
-    * settings.prompts_per_step
+    * settings.prompts_per_rollout
     * settings.group_size
     * (settings.max_prompt_tokens + settings.max_new_tokens)
     * 4
@@ -228,9 +228,10 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
     'parameters, millions': config.num_params / 1e6,
     'parameters, GiB': gib(params),
     'optimizer, GiB': gib(train_state.opt),
-    'cache of a rollout, GiB': cache,
-    'rows of a rollout': settings.prompts_per_step * settings.group_size,
-    'updates per rollout': settings.updates_per_step,
+    'cache of the sampler, GiB': cache,
+    'rows sampled at once': settings.prompts_per_rollout * settings.group_size,
+    'rows of a step': settings.prompts_per_step * settings.group_size,
+    'updates per step': settings.updates_per_step,
   }
 
 

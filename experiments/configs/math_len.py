@@ -147,6 +147,7 @@ def _paper(config):
     num_steps=500,
     prompts_per_step=512,
     group_size=16,
+    prompts_per_rollout=32,
     prompts_per_update=64,
     prompts_per_micro_batch=4,
     max_prompt_tokens=1024,

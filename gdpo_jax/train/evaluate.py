@@ -84,9 +84,9 @@ def evaluate(
     rollout = jax.tree.map(lambda x, n=count: x[:n], rollout)
     prompts = prompts._replace(examples=prompts.examples[:count])
     decoded = experience_lib.decode_completions(tokenizer, rollout)
-    scores = experience_lib.score_rollout(
+    scores = experience_lib.submit_rollout(
       pipeline, prompts, rollout, decoded, step
-    )
+    ).result()
     values.append(scores.values)
     lengths.append(rollout.mask.sum(-1))
     ended.append(rollout.ended)

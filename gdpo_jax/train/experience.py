@@ -15,7 +15,7 @@ import numpy as np
 from gdpo_jax import sampler, sharding
 from gdpo_jax.objectives import advantages as adv
 from gdpo_jax.objectives import shaping
-from gdpo_jax.rewards.pipeline import Pipeline, Scores
+from gdpo_jax.rewards.pipeline import Pending, Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
 from gdpo_jax.train.metrics import Timer
 from gdpo_jax.train.settings import Settings, asked_for
@@ -46,10 +46,8 @@ class Experience(NamedTuple):
   groups: Groups
   weights: np.ndarray  # f32[K]
   advantages: np.ndarray  # f32[P, G]
-  scores: tuple[
-    Scores, ...
-  ]  # one for each round: reasons, times, logged values
-  informative: int  # groups with signal among the P
+  scores: tuple[Scores, ...]  # of every part that was sampled, in order
+  rounds: int  # of sampling
 
 
 def decode_completions(tokenizer, rollout: Rollout) -> list[str]:
@@ -58,10 +56,13 @@ def decode_completions(tokenizer, rollout: Rollout) -> list[str]:
   return [tokenizer.decode(t[m].tolist()) for t, m in zip(tokens, mask)]
 
 
-def score_rollout(
+def submit_rollout(
   pipeline: Pipeline, prompts: Prompts, rollout: Rollout, texts, step: int
-) -> Scores:
-  """Asks every reward about every row, in TRL's calling convention."""
+) -> Pending:
+  """Asks every reward about every row, in TRL's calling convention.
+
+  Returns at once; `result()` waits for the scores.
+  """
   group = len(texts) // len(prompts.examples)
   rows = [example for example in prompts.examples for _ in range(group)]
   columns = {
@@ -76,7 +77,7 @@ def score_rollout(
     else texts
   )
   tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.mask)
-  return pipeline.score(
+  return pipeline.submit(
     [row['prompt'] for row in rows],
     completions,
     columns,
@@ -103,7 +104,7 @@ def combine(settings: Settings, rewards, valid, weights, mask, bounds):
   )
 
 
-def shape_rewards(settings: Settings, hierarchy, values, weights, bounds):
+def shape_rewards(settings: Settings, hierarchy, values, weights, mask, bounds):
   """Conditions, and which groups tell rows apart for the chosen aggregator.
 
   Returns:
@@ -118,7 +119,7 @@ def shape_rewards(settings: Settings, hierarchy, values, weights, bounds):
     valid,
     weights,
     aggregator=aggregate,
-    **asked_for(aggregate, bounds=bounds),
+    **asked_for(aggregate, mask=mask, bounds=bounds),
   )
   return rewards, valid, informative
 
@@ -147,8 +148,8 @@ class Collector:
     undeclared = (np.nan, np.nan)
     bounds = np.float32([r.range or undeclared for r in pipeline.rewards])
     self._shape = jax.jit(
-      lambda values, weights: shape_rewards(
-        settings, hierarchy, values, weights, bounds
+      lambda values, weights, mask: shape_rewards(
+        settings, hierarchy, values, weights, mask, bounds
       )
     )
     self._combine = jax.jit(
@@ -156,14 +157,7 @@ class Collector:
         settings, rewards, valid, weights, mask, bounds
       )
     )
-    self._ref_logp = jax.jit(
-      lambda params, rollout: policy.log_probs(
-        params,
-        rollout,
-        group_size=settings.group_size,
-        temperature=settings.temperature,
-      )[0]
-    )
+    self._ref_logp = jax.jit(self._log_probs)
 
   def __call__(
     self, params: Any, ref_params: Any, key: jax.Array, step: int, timer: Timer
@@ -181,7 +175,7 @@ class Collector:
       fresh, new_scores = self._round(
         params, jax.random.fold_in(key, round_), step, timer
       )
-      scores.append(new_scores)
+      scores += new_scores
       groups = jax.tree.map(_join, groups, fresh) if groups else fresh
       informative = groups.informative
       if informative.sum() >= size:
@@ -196,46 +190,72 @@ class Collector:
         counts[:] = False
       informative = informative[chosen]
     with timer('advantages'):
-      return self._finish(
-        ref_params, groups, counts, tuple(scores), int(informative.sum())
-      )
+      return self._finish(ref_params, groups, counts, tuple(scores), round_ + 1)
 
-  def _round(self, params, key, step, timer) -> tuple[Groups, Scores]:
-    prompts = self.iterator.next()
-    with timer('generate'):
-      rollout = jax.device_get(
-        sampler.generate(self.policy, params, prompts, key, self.sampling)
+  def _round(self, params, key, step, timer) -> tuple[Groups, list[Scores]]:
+    """P fresh groups, sampled a part at a time.
+
+    While one part is sampled, the rewards look at those before it.
+    """
+    s, prompts = self.settings, self.iterator.next()
+    parts, pending = [], []
+    for start in range(0, s.prompts_per_step, s.prompts_per_rollout):
+      part = Prompts(
+        *(x[start : start + s.prompts_per_rollout] for x in prompts)
       )
-    with timer('rewards'):
+      # Row numbers of the whole batch: the parts do not change the samples.
+      rows = np.arange(len(part.examples) * s.group_size) + start * s.group_size
+      with timer('generate'):
+        rollout = jax.device_get(
+          sampler.generate(
+            self.policy, params, part, key, self.sampling, row_ids=rows
+          )
+        )
       texts = decode_completions(self.tokenizer, rollout)
-      scores = score_rollout(self.pipeline, prompts, rollout, texts, step)
-    values = self._grouped(scores.values)
+      pending.append(submit_rollout(self.pipeline, part, rollout, texts, step))
+      parts.append((rollout, _objects(texts)))
+    with timer('rewards'):
+      scores = [p.result() for p in pending]
+    rollout, texts = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    values = self._grouped(np.concatenate([s.values for s in scores]))
+    mask = self._grouped(rollout.mask)
     rewards, valid, informative = jax.device_get(
-      self._shape(values, scores.weights)
+      self._shape(values, scores[-1].weights, mask)
     )
-    return (
-      Groups(
-        prompt=prompts.tokens,
-        prompt_mask=prompts.mask,
-        examples=_objects(prompts.examples),
-        tokens=self._grouped(rollout.tokens),
-        mask=self._grouped(rollout.mask),
-        logp=self._grouped(rollout.logp),
-        ended=self._grouped(rollout.ended),
-        texts=self._grouped(_objects(texts)),
-        values=values,
-        rewards=rewards,
-        valid=valid,
-        informative=informative,
-      ),
-      scores,
+    groups = Groups(
+      prompt=prompts.tokens,
+      prompt_mask=prompts.mask,
+      examples=_objects(prompts.examples),
+      tokens=self._grouped(rollout.tokens),
+      mask=mask,
+      logp=self._grouped(rollout.logp),
+      ended=self._grouped(rollout.ended),
+      texts=self._grouped(texts),
+      values=values,
+      rewards=rewards,
+      valid=valid,
+      informative=informative,
     )
+    return groups, scores
+
+  def _log_probs(self, params, rollout: Rollout) -> jax.Array:
+    """f32[N, Tc] under the trainer's distribution, a micro-batch at a time."""
+    s = self.settings
+    rows = s.prompts_per_micro_batch * s.group_size
+    parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), rollout)
+    logp = jax.lax.map(
+      lambda part: self.policy.log_probs(
+        params, part, group_size=s.group_size, temperature=s.temperature
+      )[0],
+      parts,
+    )
+    return logp.reshape(rollout.tokens.shape)
 
   def _grouped(self, x):
     x = np.asarray(x)
     return x.reshape(-1, self.settings.group_size, *x.shape[1:])
 
-  def _finish(self, ref_params, groups, counts, scores, informative):
+  def _finish(self, ref_params, groups, counts, scores, rounds):
     s = self.settings
     advantages = np.asarray(
       self._combine(
@@ -275,7 +295,7 @@ class Collector:
       weights=np.asarray(scores[-1].weights, np.float32),
       advantages=advantages,
       scores=scores,
-      informative=informative,
+      rounds=rounds,
     )
 
 

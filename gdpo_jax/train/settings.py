@@ -78,6 +78,7 @@ class Settings:
   num_steps: int = 100  # rollout batches
   prompts_per_step: int = 8  # P
   group_size: int = 4  # G, samples per prompt
+  prompts_per_rollout: int | None = None  # sampled at once; None: all of P
   prompts_per_update: int | None = None  # per optimizer step; None: all of P
   epochs_per_batch: int = 1  # passes over one rollout batch
   prompts_per_micro_batch: int | None = None  # None: no accumulation
@@ -128,8 +129,9 @@ class Settings:
       for name, value in {**_UNSET, **row}.items()
       if getattr(self, name) is None
     }
-    if self.prompts_per_update is None:
-      filled['prompts_per_update'] = self.prompts_per_step
+    for name in ('prompts_per_rollout', 'prompts_per_update'):
+      if getattr(self, name) is None:
+        filled[name] = self.prompts_per_step
     settings = dataclasses.replace(self, **filled)
     if settings.prompts_per_micro_batch is None:
       settings = dataclasses.replace(
@@ -151,6 +153,7 @@ class Settings:
     for name in (
       'num_steps',
       'prompts_per_step',
+      'prompts_per_rollout',
       'prompts_per_update',
       'prompts_per_micro_batch',
       'epochs_per_batch',
@@ -168,12 +171,13 @@ class Settings:
         f'group_size is {self.group_size}: a group of one has nothing to be '
         'compared with, every advantage would be 0; set group_size to 2 or more.'
       )
-    if self.prompts_per_step % self.prompts_per_update:
-      raise ValueError(
-        f'a batch of {self.prompts_per_step} prompts cannot be split into '
-        f'updates of {self.prompts_per_update}; make prompts_per_step a '
-        'multiple of prompts_per_update.'
-      )
+    for name in ('prompts_per_rollout', 'prompts_per_update'):
+      if self.prompts_per_step % getattr(self, name):
+        raise ValueError(
+          f'a batch of {self.prompts_per_step} prompts cannot be split into '
+          f'parts of {getattr(self, name)}; make prompts_per_step a multiple '
+          f'of {name}.'
+        )
     if self.prompts_per_update % self.prompts_per_micro_batch:
       raise ValueError(
         f'an update of {self.prompts_per_update} prompts '

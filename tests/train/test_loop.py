@@ -7,15 +7,16 @@ import jax
 import numpy as np
 import pytest
 
+from gdpo_jax.objectives import shaping
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.tasks.base import Task
 from gdpo_jax.tasks.math_len import math_len
-from gdpo_jax.train import loop, metrics
+from gdpo_jax.train import experience, loop, metrics
 from gdpo_jax.train.progress import Progress
-from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.settings import ALGORITHMS, Settings
 
 TOKENIZER = byte_tokenizer()
 
@@ -173,6 +174,15 @@ def test_resumed_equals_uninterrupted(finished, model, tmp_path):
   assert steps_of(resumed.history) == expected
 
 
+def test_sampling_in_parts_changes_nothing(finished, model, tmp_path):
+  parts = train(model, tmp_path, settings(prompts_per_rollout=2), heldout=[])
+  expected = [row for row in finished[0].history if 'loss' in row]
+  rows = [row for row in parts.history if 'loss' in row]
+  for row, other in zip(rows, expected, strict=True):
+    for name in ('rewards/digits/mean', 'completions/mean_length', 'loss'):
+      assert row[name] == pytest.approx(other[name], abs=1e-5), name
+
+
 def test_a_finished_run_is_not_run_again(finished, model):
   result, directory, _ = finished
   again = train(model, directory, settings())
@@ -207,6 +217,30 @@ def test_a_reward_that_fails_at_random_does_not_stop_the_run(model, tmp_path):
   assert counts == [32.0 * failed for failed in calls]
   assert [row['rewards/flaky/missing'] for row in rows] == calls
   assert all(np.isfinite(row['loss']) for row in rows)
+
+
+@pytest.mark.parametrize('algorithm', sorted(ALGORITHMS))
+def test_every_algorithm_has_what_it_asks_for(algorithm):
+  """Bounds and masks reach the aggregator."""
+  shaped = np.random.default_rng(0).random((4, 4, 2)).astype(np.float32)
+  s = settings(algorithm=algorithm).resolve()
+  mask = np.ones((4, 4, 8), bool)
+  bounds = np.float32([[0, 1], [0, 1]])
+  hierarchy = shaping.make_hierarchy(('a', 'b'), (None, 'a>0.5'))
+
+  @jax.jit
+  def run(values, weights):
+    rewards, valid, informative = experience.shape_rewards(
+      s, hierarchy, values, weights, mask, bounds
+    )
+    return informative, experience.combine(
+      s, rewards, valid, weights, mask, bounds
+    )
+
+  informative, values = run(shaped, np.ones(2, np.float32))
+  assert bool(informative.all())
+  assert values.shape == (4, 4) and np.isfinite(values).all()
+  assert float(abs(values).max()) > 0
 
 
 def test_kl_several_updates_and_dynamic_sampling(model, tmp_path):

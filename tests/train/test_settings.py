@@ -27,7 +27,7 @@ def test_every_algorithm_resolves(name):
     ({'group_size': 1}, 'group of one has nothing to be compared with'),
     (
       {'prompts_per_step': 8, 'prompts_per_update': 3},
-      'a batch of 8 prompts cannot be split into updates of 3',
+      'a batch of 8 prompts cannot be split into parts of 3',
     ),
     (
       {'prompts_per_step': 8, 'prompts_per_micro_batch': 3},
