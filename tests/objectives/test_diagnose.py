@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from objective_batches import NAN, E, call, columns, groups
+from objective_batches import NAN, E, call, columns, groups, pad
 
 from gdpo_jax.objectives import diagnose
 
@@ -17,9 +17,19 @@ def jitted(**kwargs):
 
 def run(rewards, weights=None, **kwargs):
   rewards = np.asarray(rewards, np.float32)
-  weights = np.ones(rewards.shape[-1]) if weights is None else weights
-  return jitted(**kwargs)(
-    rewards, ~np.isnan(rewards), np.asarray(weights, np.float32)
+  prompts, _, count = rewards.shape
+  weights = np.ones(count) if weights is None else np.asarray(weights)
+  # one shape for all tests: what is missing is left out
+  rewards = pad(rewards, (6, 4, 3), NAN)
+  weights = pad(weights.astype(np.float32), (3,), 1)
+  got = jitted(**kwargs)(rewards, ~np.isnan(rewards), weights)
+  return got._replace(
+    distinct_rewards=got.distinct_rewards[:prompts],
+    distinct_advantages={
+      name: x[:prompts] for name, x in got.distinct_advantages.items()
+    },
+    conflict=got.conflict[:count, :count],
+    shares={name: x[:count] for name, x in got.shares.items()},
   )
 
 
