@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdpo_jax.objectives import advantages, presets
+from gdpo_jax.objectives import advantages
 
 NAN = float('nan')
 PADDED = (4, 8, 3)  # the shape of every batch that `call_every` runs
-METHODS = advantages.ADVANTAGES | presets.PRESETS
+METHODS = advantages.ADVANTAGES | advantages.PRESETS
 
 # One batch for every worked example: P=2, G=4, K=2.
 E = np.array(

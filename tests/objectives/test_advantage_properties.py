@@ -295,6 +295,7 @@ def test_number_of_distinct_advantage_vectors(name):
 def sharded_batch():
   rewards = with_missing(7, PADDED)
   rewards[2] = 0.3
+  rewards[1, :, 1] = 0.5  # batch statistics that no device has alone
   valid = ~np.isnan(rewards)
   arrays = (rewards, valid, np.array([1, 2, 0.5], np.float32))
   kwargs = extras(PADDED)

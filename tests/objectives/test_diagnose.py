@@ -49,6 +49,9 @@ def test_rows_that_nothing_scored_are_no_tuple():
   rewards = groups([(0, 0), (NAN, NAN), (0, NAN), (NAN, NAN)])
   got = run(rewards)
   np.testing.assert_array_equal(got.distinct_rewards, [2])  # 0 is not missing
+  # the 0 of such a row does not stand for the 0 of a row in the middle
+  got = run(groups([(NAN,), (1,), (0,), (2,)]))
+  assert got.distinct_advantages['grpo'] == 3
   np.testing.assert_array_equal(
     diagnose.distinct_per_group(jnp.array([[1.0, 1.0 + 1e-7, 2.0]])), [2]
   )
