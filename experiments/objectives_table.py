@@ -72,8 +72,8 @@ TEXT = """# One batch, all methods
 Written by `python -m experiments.objectives_table`; not edited by hand.
 
 Two prompts of four samples with two rewards of weight 1. Prompt A has rewards
-(1, 1), (1, 0), (0, 0.5), (0, 0.5), so totals 2, 1, 0.5, 0.5; prompt B has (1, 1),
-(0, 1), (0, 1), (0, 0.5), so totals 2, 1, 1, 0.5. The completions have
+(1, 1), (1, 0), (0, 0.5), (0, 0.5), so totals 2, 1, 0.5, 0.5; prompt B has
+(1, 1), (0, 1), (0, 1), (0, 0.5), so totals 2, 1, 1, 0.5. The completions have
 {lengths} tokens.
 
 The methods run with eps 0 and ddof 1 where nothing else is said, the presets as
@@ -86,19 +86,20 @@ both rewards are active in both groups.
 
 ## Where totals hide what happened
 
-Three rewards. In A the rows are (1, 0, 0), (0, 1, 0), (0, 1, 0), (0, 0, 1): every
-total is 1. In B they are (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1). Methods that
-sum first give A nothing and count three different rows of B as one.
+Three rewards. In A the rows are (1, 0, 0), (0, 1, 0), (0, 1, 0), (0, 0, 1):
+every total is 1. In B they are (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1).
+Methods that sum first give A nothing and count three different rows of B as
+one.
 
 {hidden}
 ## Where rewards are missing
 
-The first batch, but A4 has no second reward and B4 has neither (a reward function
-failed, or its condition did not hold).
+The first batch, but A4 has no second reward and B4 has neither (a reward
+function failed, or its condition did not hold).
 
 {gaps}
-`verl` and `nemo_rl` read what is missing as 0. Elsewhere it is nothing: the entry
-leaves the statistics of its reward, and B4 leaves the batch.
+`verl` and `nemo_rl` read what is missing as 0. Elsewhere it is nothing:
+the entry leaves the statistics of its reward, and B4 leaves the batch.
 """
 
 
