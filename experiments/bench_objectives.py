@@ -1,9 +1,10 @@
-"""Time of the advantages on one core, compiled, and whether anything recompiles.
+"""Time of the compiled advantages on one core; does anything recompile?
 
   python -m experiments.bench_objectives
 
-Prints microseconds per call (best, median and 90th percentile of 200) for rewards
-f32[512, 16, 5] with a tenth of them missing, for every method and preset.
+Prints microseconds per call (best, median and 90th percentile of 200) for
+rewards f32[512, 16, 5] with a tenth of them missing, for every method and
+preset.
 """
 
 import os

@@ -61,14 +61,19 @@ VARIANTS = [
   ('dara', {}),
   ('rvpo', {}),
   ('rvpo', {'whiten': 'none'}),
+  ('paper', {}),
+  ('trl', {}),
+  ('verl', {}),
+  ('nemo_rl', {}),
+  ('nemo_rl', {'leave_one_out': True}),
 ]
 TEXT = """# One batch, all methods
 
 Written by `python -m experiments.objectives_table`; not edited by hand.
 
 Two prompts of four samples with two rewards of weight 1. Prompt A has rewards
-(1, 1), (1, 0), (0, 0.5), (0, 0.5), so totals 2, 1, 0.5, 0.5; prompt B has (1, 1),
-(0, 1), (0, 1), (0, 0.5), so totals 2, 1, 1, 0.5. The completions have
+(1, 1), (1, 0), (0, 0.5), (0, 0.5), so totals 2, 1, 0.5, 0.5; prompt B has
+(1, 1), (0, 1), (0, 1), (0, 0.5), so totals 2, 1, 1, 0.5. The completions have
 {lengths} tokens.
 
 The methods run with eps 0 and ddof 1 where nothing else is said, the presets as
@@ -81,34 +86,43 @@ both rewards are active in both groups.
 
 ## Where totals hide what happened
 
-Three rewards. In A the rows are (1, 0, 0), (0, 1, 0), (0, 1, 0), (0, 0, 1): every
-total is 1. In B they are (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1). Methods that
-sum first give A nothing and count three different rows of B as one.
+Three rewards. In A the rows are (1, 0, 0), (0, 1, 0), (0, 1, 0), (0, 0, 1):
+every total is 1. In B they are (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1).
+Methods that sum first give A nothing and count three different rows of B as
+one.
 
 {hidden}
 ## Where rewards are missing
 
-The first batch, but A4 has no second reward and B4 has neither (a reward function
-failed, or its condition did not hold).
+The first batch, but A4 has no second reward and B4 has neither (a reward
+function failed, or its condition did not hold).
 
 {gaps}
-`verl` and `nemo_rl` read what is missing as 0. Elsewhere it is nothing: the entry
-leaves the statistics of its reward, and B4 leaves the batch.
+`verl` and `nemo_rl` read what is missing as 0. Elsewhere it is nothing:
+the entry leaves the statistics of its reward, and B4 leaves the batch.
 """
 
 
-def compute(name: str, rewards: np.ndarray, settings: dict) -> np.ndarray:
-  """f32[P, G]."""
-  method = (advantages.ADVANTAGES | presets.PRESETS)[name]
-  if name in advantages.ADVANTAGES:
-    settings = {'eps': 0.0} | settings
-  if name in ('sa_mrpo', 'saw'):
-    bounds = np.tile(np.array([0, 1], np.float32), (rewards.shape[-1], 1))
-    settings = {'bounds': bounds} | settings
+def compute(batches: np.ndarray) -> list[np.ndarray]:
+  """f32[B, P, G] per variant; batches f32[B, P, G, K], NaN is missing."""
+  methods = advantages.ADVANTAGES | presets.PRESETS
+  weights = np.ones(batches.shape[-1], np.float32)
+  bounds = np.tile(np.array([0, 1], np.float32), (weights.size, 1))
   mask = np.arange(max(LENGTHS)) < LENGTHS[:, None]
-  weights = np.ones(rewards.shape[-1])
-  f = jax.jit(lambda r, v: method(r, v, weights, mask=mask, **settings))
-  return np.asarray(f(rewards, ~np.isnan(rewards)))
+
+  @jax.jit
+  @jax.vmap
+  def run(rewards, valid):
+    out = []
+    for name, settings in VARIANTS:
+      if name in advantages.ADVANTAGES:
+        settings = {'eps': 0.0} | settings
+      if name in ('sa_mrpo', 'saw'):
+        settings = {'bounds': bounds} | settings
+      out.append(methods[name](rewards, valid, weights, mask=mask, **settings))
+    return out
+
+  return [np.asarray(x) for x in run(batches, ~np.isnan(batches))]
 
 
 def row(name: str, settings: dict, values: np.ndarray, gdpo: np.ndarray) -> str:
@@ -127,29 +141,28 @@ def row(name: str, settings: dict, values: np.ndarray, gdpo: np.ndarray) -> str:
   return '| ' + ' | '.join(cells) + ' |'
 
 
-def table(rewards: np.ndarray) -> str:
+def table(made: list[np.ndarray]) -> str:
   samples = [f'{prompt}{i}' for prompt in 'AB' for i in (1, 2, 3, 4)]
   header = ['method', *samples, 'distinct', 'cosine']
   lines = [
     '| ' + ' | '.join(header) + ' |',
     '|' + '---|' + '---:|' * (len(header) - 1),
   ]
-  gdpo = compute('gdpo', rewards, {})
-  variants = VARIANTS + [(name, {}) for name in presets.PRESETS]
-  variants.append(('nemo_rl', {'leave_one_out': True}))
-  for name, settings in variants:
-    lines.append(row(name, settings, compute(name, rewards, settings), gdpo))
+  gdpo = made[VARIANTS.index(('gdpo', {}))]
+  for (name, settings), values in zip(VARIANTS, made, strict=True):
+    lines.append(row(name, settings, values, gdpo))
   return '\n'.join(lines) + '\n'
 
 
 def document() -> str:
+  # a third reward that is missing throughout makes one shape of all batches
+  batches = np.full((3, 2, 4, 3), NAN, np.float32)
+  for batch, rewards in zip(batches, (WORKED, HIDDEN, GAPS), strict=True):
+    batch[..., : rewards.shape[-1]] = rewards
+  made = compute(batches)
+  worked, hidden, gaps = (table([x[i] for x in made]) for i in range(3))
   lengths = ', '.join(str(length) for length in LENGTHS)
-  return TEXT.format(
-    lengths=lengths,
-    worked=table(WORKED),
-    hidden=table(HIDDEN),
-    gaps=table(GAPS),
-  )
+  return TEXT.format(lengths=lengths, worked=worked, hidden=hidden, gaps=gaps)
 
 
 if __name__ == '__main__':

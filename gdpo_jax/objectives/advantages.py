@@ -55,6 +55,7 @@ from gdpo_jax.objectives.normalize_first import (
   sa_mrpo,
   saw,
 )
+from gdpo_jax.objectives.presets import PRESETS
 from gdpo_jax.objectives.sum_first import (
   corr_grpo,
   ddca,
@@ -69,6 +70,7 @@ from gdpo_jax.types import Array
 
 __all__ = [
   'ADVANTAGES',
+  'PRESETS',
   'corr_grpo',
   'dara',
   'ddca',
@@ -108,12 +110,12 @@ def informative(
   are 0 instead: a batch step over tokens, or of `rvpo`, moves rows away from 0.
 
   Args:
-    aggregator: a name in `ADVANTAGES` or such a function.
+    aggregator: a name in `ADVANTAGES` or `PRESETS`, or such a function.
     settings: the aggregator's own keywords.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
   if not callable(aggregator):
-    aggregator = ADVANTAGES[aggregator]
+    aggregator = (ADVANTAGES | PRESETS)[aggregator]
   if aggregator is reinforce_pp:
     return jnp.any(aggregator(rewards, valid, weights, **settings) != 0, axis=1)
   settings['whiten'] = 'none'

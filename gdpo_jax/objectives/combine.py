@@ -143,10 +143,11 @@ def batch_step(
   mask: Array | None = None,
   axis_name: str | None = None,
 ) -> Array:
-  """`(a - mean a) / (std a + eps)` over the batch; 0 for rows that do not count.
+  """`(a - mean a) / (std a + eps)` over the batch: f32[P, G].
 
-  Where groups are centred, the mean over sequences is 0 but for rounding; it is
-  then taken as 0, so that a group without signal stays at exactly 0.
+  Rows that do not count have 0 and no part in it. Where groups are centred, the
+  mean over sequences is 0 but for rounding; it is then taken as 0, so that a
+  group without signal stays at exactly 0.
   """
   if whiten == 'none':
     return jnp.where(combined.valid, combined.values, 0.0)

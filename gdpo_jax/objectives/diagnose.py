@@ -49,9 +49,9 @@ def diagnose(
   Returns:
     a Diagnosis. `distinct_advantages` far below `distinct_rewards` is the
     collapse that GDPO is about. A share is the mean absolute part that a reward
-    has in the sum: of deviations from the group's mean for grpo, of z-scores for
-    gdpo. Rows count as flipped where two methods push them opposite ways; values
-    that are 0 but for rounding have no sign.
+    has in the sum: of deviations from the group's mean for grpo, of z-scores
+    for gdpo. Rows count as flipped where two methods push them opposite ways;
+    values that are 0 but for rounding have no sign.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
   rows = jnp.any(valid, axis=-1)

@@ -33,8 +33,8 @@ def gae(
     bootstrap: f32[N], the value after the last token, for rows that were cut
       off; 0 by default, and for rows that ended.
   Returns:
-    advantages and returns (`advantages + values`, what the value head is trained
-    towards), f32[N, Tc] each; 0 off the mask; no gradient.
+    advantages and returns (`advantages + values`, what the value head is
+    trained towards), f32[N, Tc] each; 0 off the mask; no gradient.
   """
   rewards, values = jax.lax.stop_gradient(
     (jnp.where(mask, rewards, 0.0), jnp.where(mask, values, 0.0))

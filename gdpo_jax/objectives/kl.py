@@ -73,17 +73,17 @@ def kl_as_reward(
 ) -> tuple[Array, Array, Array]:
   """`-kl` as reward K + 1 with weight `coef`.
 
-  A method that sums first thereby subtracts `coef * kl` from each row's total; a
-  method that normalizes first gives the distance to the reference a z-score and
-  a say of its own.
+  A method that sums first thereby subtracts `coef * kl` from each row's total;
+  a method that normalizes first gives the distance to the reference a z-score
+  and a say of its own.
 
   Args:
     rewards, valid, weights: [P, G, K], [P, G, K], [K].
     kl: f32[P, G] or [N], nats per sequence; NaN where there is none.
     coef: f32[], at least 0.
   Returns:
-    rewards, valid, weights with K + 1 rewards. A row that no other reward scored
-    has none of this one either.
+    rewards, valid, weights with K + 1 rewards. A row that no other reward
+    scored has none of this one either.
   """
   kl = jnp.asarray(kl).reshape(*rewards.shape[:2], 1)
   exists = jnp.isfinite(kl) & jnp.any(valid, axis=-1, keepdims=True)
@@ -191,7 +191,7 @@ def moving_target_kl(
 
 
 def refresh_every(steps: int) -> Callable[[Any, Any, Array], Any]:
-  """`(reference, params, step) -> reference`: a copy of params every n steps."""
+  """`(reference, params, step) -> reference`: params copied every n steps."""
   if steps < 1:
     raise ValueError(f'refresh_every needs at least 1 step, got {steps}.')
 

@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def token_denominator(mask: Array, *, axis_name: str | None = None) -> Array:
-  """f32[]: the number of tokens; a mean over tokens (DAPO, arXiv:2503.14476)."""
+  """f32[]: number of tokens, for a mean over them (DAPO, arXiv:2503.14476)."""
   return jnp.maximum(count(mask, axis_name=axis_name), 1.0)
 
 
@@ -68,8 +68,8 @@ def clipped(
       Numbers or f32[] (see `adaptive_clip`).
     dual_clip: c > 1 bounds what a negative advantage can cost at `c |A|`
       (arXiv:1912.09729; 3 there).
-    entropy_scale: the entropy coefficient, where it is to scale the clipped term
-      by `1 + 0.1 coef`. A heuristic without a paper: a constant factor.
+    entropy_scale: the entropy coefficient, where it is to scale the clipped
+      term by `1 + 0.1 coef`. A heuristic without a paper: a constant factor.
   Returns:
     f32[].
   """
@@ -97,8 +97,8 @@ def gspo(
 ) -> Array:
   """The clipped loss with one ratio per sequence (GSPO, arXiv:2507.18071).
 
-  `s = exp(mean_t log ratio)` (Eq. 7). Computed as the token variant of Eq. 13-14,
-  `s_t = sg[s] pi_t / sg[pi_t]`, which with one advantage per row and
+  `s = exp(mean_t log ratio)` (Eq. 7). Computed as the token variant of Eq.
+  13-14, `s_t = sg[s] pi_t / sg[pi_t]`, which with one advantage per row and
   `row_denominator` has the value and the gradient of the sequence form (Eq. 5),
   and takes advantages per token and other denominators as well.
   """
@@ -121,8 +121,8 @@ def cispo(
 ) -> Array:
   """`-sg[clip(ratio)] A logp`: clipped weights, no token without gradient.
 
-  CISPO, arXiv:2506.13585, Eq. 4-5. The paper sets no lower bound in practice and
-  does not disclose the upper one. On policy, the value of the loss is not 0.
+  CISPO, arXiv:2506.13585, Eq. 4-5. The paper sets no lower bound in practice
+  and does not disclose the upper one. Not 0 on policy, unlike the clipped loss.
 
   Args:
     clip_low: None for no lower bound.
@@ -213,8 +213,8 @@ def clip_fractions(
   Args:
     sequence: one ratio per sequence, as in `gspo`.
   Returns:
-    'low' (A < 0 below the band), 'high' (A > 0 above it), 'region' (either) and,
-    with a dual clip, 'dual' (A < 0 beyond c), each a `Mean` over tokens.
+    'low' (A < 0 below the band), 'high' (A > 0 above it), 'region' (either)
+    and, with a dual clip, 'dual' (A < 0 beyond c), each a `Mean` over tokens.
   """
   advantages = _per_token(advantages, mask)
   log_ratio = _sequence_log_ratio if sequence else _log_ratio

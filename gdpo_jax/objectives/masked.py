@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from gdpo_jax.types import Array
 
 # What is left of a sum whose terms cancel, in units of float32 rounding of the
-# largest sum of absolute terms. Measured on 2 million cancelling groups of up to
-# 256 rows and 8 rewards: at most 2.6.
+# largest sum of absolute terms. Measured on a million cancelling groups of up
+# to 256 rows and 8 rewards: at most 2.6.
 _RESIDUE = 8 * float(jnp.finfo(jnp.float32).eps)
 
 
@@ -27,14 +27,14 @@ def safe_divide(numerator: Array, denominator: Array) -> Array:
 
 
 def masked_sum(x, mask, axis=None, *, keepdims=False, axis_name=None) -> Array:
-  """Sum of `x` where `mask`; f32. Nothing there: 0. NaN off the mask is inert."""
+  """Sum of `x` where `mask`; f32, 0 for nothing. NaN off the mask is inert."""
   x = jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
   total = jnp.sum(x, axis=axis, keepdims=keepdims)
   return total if axis_name is None else jax.lax.psum(total, axis_name)
 
 
 def count(mask, axis=None, *, keepdims=False, axis_name=None) -> Array:
-  """How many are True; f32, counted as integers: float32 adds up to 2^24 only."""
+  """How many are True; f32, but counted as integers: float32 ends at 2^24."""
   total = jnp.sum(mask, axis=axis, keepdims=keepdims, dtype=jnp.int32)
   if axis_name is not None:
     total = jax.lax.psum(total, axis_name)

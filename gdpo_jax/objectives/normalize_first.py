@@ -26,9 +26,9 @@ def mo_grpo(
   mask: Array | None = None,
   axis_name: str | None = None,
 ) -> Array:
-  """`sum_k w_k z_k` (MO-GRPO, arXiv:2509.22047, Eq. 5; there ddof 0, no weights).
+  """`sum_k w_k z_k`, GDPO without the batch step (MO-GRPO, arXiv:2509.22047).
 
-  GDPO without the batch step.
+  Eq. 5; there ddof 0 and no weights.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
   z = group_normalize(rewards, valid, eps=eps, ddof=ddof)
@@ -79,10 +79,11 @@ def sa_mrpo(
   mask: Array | None = None,
   axis_name: str | None = None,
 ) -> Array:
-  """GDPO with saturated rewards damped: `w_k (1 - sat_k)^gamma` (arXiv:2608.16072).
+  """GDPO with saturated rewards damped: weights `w_k (1 - sat_k)^gamma`.
 
-  `sat_k` is the batch mean of reward k within its declared range, and Eq. 1 the
-  batch step; gamma 0 is GDPO. There ddof 0, no eps, gamma 0.25 or 0.5.
+  SA-MRPO, arXiv:2608.16072. `sat_k` is the batch mean of reward k within its
+  declared range, and Eq. 1 the batch step; gamma 0 is GDPO. There ddof 0, no
+  eps, gamma 0.25 or 0.5.
 
   Args:
     bounds: [K, 2], lowest and highest value of each reward. NaN: no declared
@@ -117,14 +118,14 @@ def saw(
 ) -> Array:
   """GRPO or GDPO with weights from the batch coefficient of variation.
 
-  SAW, arXiv:2606.07705, from the authors' code: `CV_k = std_k / mean_k` over the
-  batch, `omega_k = CV_k / sum CV`, weights `w_k K omega_k`. Where no reward
+  SAW, arXiv:2606.07705, from the authors' code: `CV_k = std_k / mean_k` over
+  the batch, `omega_k = CV_k / sum CV`, weights `w_k K omega_k`. Where no reward
   varies, the weights are equal (the code lets them go to 0).
 
   Args:
     bounds: [K, 2]; the lower bound is taken off a reward before its mean, which
-      a reward that may be negative needs: the result depends on it. NaN or None:
-      nothing is taken off.
+      a reward that may be negative needs: the result depends on it. NaN or
+      None: nothing is taken off.
     on: 'gdpo' (weights on the z-scores) or 'grpo' (on the raw rewards; there
       `whiten='none'`).
   """
@@ -169,9 +170,10 @@ def gd2po(
 ) -> Array:
   """GDPO without the rows whose rewards disagree (GD2PO, arXiv:2606.16771).
 
-  From the authors' code, for want of the paper's equations. A row is in conflict
-  when one of its weighted z-scores is positive and another negative. Rows that
-  are kept make the batch statistics; the others get 0, and stay in the loss mask.
+  From the authors' code, for want of the paper's equations. A row is in
+  conflict when one of its weighted z-scores is positive and another negative.
+  Rows that are kept make the batch statistics; the others get 0, and stay in
+  the loss mask.
 
   Args:
     mode: 'hard' drops every row in conflict; 'snr' only those with
@@ -217,11 +219,11 @@ def dara(
   mask: Array | None = None,
   axis_name: str | None = None,
 ) -> Array:
-  """GDPO with rewards that are seldom active made louder (DARA, arXiv:2610.00574).
+  """GDPO with rewards that are seldom active made louder.
 
-  From the authors' description of their code. `pi_k` is the share of groups in
-  which reward k varies, `a_k = min(cap, sqrt(max_l pi_l / pi_k))`, 1 if
-  `pi_k = 0`.
+  DARA, arXiv:2610.00574, from the authors' description of their code. With the
+  share `pi_k` of groups in which reward k varies, its activity weight is
+  `a_k = min(cap, sqrt(max_l pi_l / pi_k))`, and 1 if `pi_k = 0`.
 
   Args:
     mode: 'asymmetric' `sum_k w_k (z_k + (a_k - 1) max(z_k, 0))`, or 'symmetric'
@@ -297,9 +299,9 @@ def gdpo_clustered(
 
   With up to `max_separate` rewards this is `gdpo`. With more, rewards whose
   weighted z-scores correlate above `threshold` over the batch, directly or
-  through others, form a cluster; the sum of a cluster is normalized in its group
-  again, and enters with the mean absolute weight of its members. A heuristic
-  without a paper.
+  through others, form a cluster; the sum of a cluster is normalized in its
+  group again, and enters with the mean absolute weight of its members. A
+  heuristic without a paper.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
   z = group_normalize(rewards, valid, eps=eps, ddof=ddof)
@@ -332,7 +334,7 @@ def _range(bounds, weights: Array) -> tuple[Array, Array]:
 
 
 def _components(linked: Array) -> Array:
-  """bool[K, K]: row c has the members of cluster c; empty rows are no cluster."""
+  """bool[K, K]: row c has the members of cluster c; an empty row is none."""
   size = linked.shape[0]
   reach = linked | linked.T | jnp.eye(size, dtype=bool)
   for _ in range(max(size - 1, 1).bit_length()):

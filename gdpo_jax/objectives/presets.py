@@ -1,9 +1,10 @@
 """GDPO as others compute it: same numbers, same treatment of the edges.
 
-Each preset has the signature of `advantages.gdpo`; the defaults of `eps`, `ddof`
-and `whiten` are those of the implementation that it is named after. Where these
-leave rounding residue in groups of equal values (eight rewards of 0.1 give up to
-0.4 with a small eps), the presets give 0 like everything else here.
+Each preset has the signature of `advantages.gdpo`; the defaults of `eps`,
+`ddof` and `whiten` are those of the implementation that it is named after.
+Where these leave rounding residue in groups of equal values (eight rewards of
+0.1 give up to 0.4 with a small eps), the presets give 0 like everything else
+here.
 """
 
 import jax.numpy as jnp
@@ -70,9 +71,9 @@ def verl(
 ) -> Array:
   """verl, `adv_estimator=gdpo`: the batch step counts tokens.
 
-  A group of one keeps its raw reward; a score that is missing is 0, as in verl's
-  zero-filled score tensors; the batch step multiplies by
-  `rsqrt(var + 1e-8)`, the variance with Bessel's correction on the number of
+  A group of one keeps its raw reward; a score that is missing is 0, as in
+  verl's zero-filled score tensors. The batch step divides by
+  `sqrt(var + 1e-8)`, the variance with Bessel's correction on the number of
   tokens. Rows that nothing scored get 0 in the end, but count before.
   """
   rewards, exists, weights = combine.prepare(rewards, valid, weights)

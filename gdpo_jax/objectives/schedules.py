@@ -134,7 +134,7 @@ def lagrangian(
   rate: float = 0.1,
   max_multiplier: float = 10.0,
 ) -> WeightSchedule:
-  """Constraints by dual ascent: "length <= 200 tokens, correctness at its best".
+  """Dual ascent on constraints: "at most 200 tokens, correctness at its best".
 
   A constrained reward has weight `-multiplier` (at most) or `+multiplier` (at
   least), and the multiplier moves by `rate` times the violation relative to the

@@ -3,9 +3,9 @@
   raw f32[N, K] --conditions--> --normalizer--> [P, G, K] --> advantages
 
 Conditions and weights are declared on the rewards and carried out here and in
-`schedules`; nowhere else. Raw rewards are never changed in place: what is logged
-is what was scored. The formulas at the end make one more reward out of numbers
-of a completion (its length, its token entropy, its likeness to others).
+`schedules`; nowhere else. Raw rewards are never changed in place: what is
+logged is what was scored. The formulas at the end make one more reward out of
+numbers of a completion (its length, its token entropy, its likeness to others).
 """
 
 import re
@@ -288,8 +288,9 @@ def overlong_penalty(
 ) -> Array:
   """Soft penalty for completions that run into the limit (DAPO, Eq. 13).
 
-  arXiv:2503.14476. 0 up to `limit - margin`, then linear down to -1 at the limit,
-  -1 beyond; with margin 0 a hard cut: 0 up to and including the limit, -1 beyond.
+  arXiv:2503.14476. 0 up to `limit - margin`, then linear down to -1 at the
+  limit, -1 beyond; with margin 0 a hard cut: 0 up to and including the limit,
+  -1 beyond.
 
   Args:
     num_tokens: i32[...], completion lengths in tokens, EOS included; the prompt
@@ -313,7 +314,7 @@ def overlong_penalty(
 
 
 def efficiency(num_tokens: Array) -> Array:
-  """`1 / (1 + log(1 + tokens))`: 1 for nothing, 0.18 for 100 tokens; f32[...]."""
+  """`1 / (1 + log(1 + tokens))`, f32[...]: 1 for none, 0.18 for 100 tokens."""
   return 1.0 / (1.0 + jnp.log1p(jnp.asarray(num_tokens, jnp.float32)))
 
 

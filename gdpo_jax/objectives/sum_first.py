@@ -32,8 +32,8 @@ def grpo(
   Args:
     scale: 'group' divides by the group's std, 'batch' by the std of the raw `s`
       over the batch, 'none' not at all.
-    renormalize: `s = sum w r / sum |w|` over the rewards that a row has, so that
-      a missing reward does not read as a low one.
+    renormalize: `s = sum w r / sum |w|` over the rewards that a row has, so
+      that a missing reward does not read as a low one.
   Returns:
     f32[P, G].
   """
@@ -67,10 +67,10 @@ def dr_grpo(
   mask: Array | None = None,
   axis_name: str | None = None,
 ) -> Array:
-  """`s - mean_g s`: GRPO without the std (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
+  """`s - mean_g s`, GRPO without the std (Dr. GRPO, arXiv:2503.20783).
 
-  `eps` and `ddof` only matter to the batch step. The method's other half is the
-  loss denominator, `losses.constant_denominator`.
+  Sec. 3.2. `eps` and `ddof` only matter to the batch step. The method's other
+  half is the loss denominator, `losses.constant_denominator`.
   """
   return grpo(
     rewards,
@@ -124,9 +124,9 @@ def reinforce_pp(
   mask: Array | None = None,
   axis_name: str | None = None,
 ) -> Array:
-  """`s` whitened over the batch, no group (REINFORCE++, arXiv:2501.03262, Eq. 5).
+  """`s` whitened over the batch, no group (REINFORCE++, arXiv:2501.03262).
 
-  There the KL of every token is taken off first (Eq. 4): see
+  Eq. 5. There the KL of every token is taken off first (Eq. 4): see
   `kl.token_rewards`. The paper whitens over tokens.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
@@ -178,10 +178,10 @@ def dvao(
 
   Eq. 9: z-scores weighted by `w_k std_k`, so that a reward that tells the group
   apart counts more. Never larger than GRPO's, and equal to it where all rewards
-  are perfectly correlated. The scale of the weights cancels. One constant reward
-  is harmless; where all are constant the group is 0. A row without some reward
-  gets 0 from it. The authors use ddof 0 and no eps, and warn of groups of four
-  and fewer.
+  are perfectly correlated. The scale of the weights cancels. One constant
+  reward is harmless; where all are constant the group is 0. A row without some
+  reward gets 0 from it. The authors use ddof 0 and no eps, and warn of groups
+  of four and fewer.
   """
   rewards, valid, weights = combine.prepare(rewards, valid, weights)
   group = masked.moments(rewards, valid, axis=1, ddof=ddof)
@@ -260,11 +260,11 @@ def ddca(
 ) -> Array:
   """GRPO plus `beta` times a length advantage among the correct samples.
 
-  DDCA, arXiv:2602.02099, Eq. 12-13 as cited by the authors' code. In the cluster
-  C of n correct samples `sg = sigmoid(z-score of the length in C)`, and the
-  length advantage is `-(sg - mean_C sg) * n / G`; 0 outside. Where everything is
-  correct, length alone remains. There ddof 0, eps 1e-8, G 8, and one reward;
-  here other rewards join the sum that GRPO normalizes.
+  DDCA, arXiv:2602.02099, Eq. 12-13 as cited by the authors' code. In the
+  cluster C of n correct samples `sg = sigmoid(z-score of the length in C)`, and
+  the length advantage is `-(sg - mean_C sg) * n / G`; 0 outside. Where
+  everything is correct, length alone remains. There ddof 0, eps 1e-8, G 8, and
+  one reward; here other rewards join the sum that GRPO normalizes.
 
   Args:
     lengths: f32[P, G] or [N], tokens; counted from `mask` by default.

@@ -1,8 +1,9 @@
 """Makes trl_golden.json: advantages as TRL's own trainer computes them.
 
-Runs TRL's GRPOTrainer for one step on a tiny random model, with reward functions
-that return the rows of a table, and reads the advantages that it logged. Needs
-torch, datasets, tokenizers, transformers and trl (1.16.0 made the file).
+Runs TRL's GRPOTrainer for one step on a tiny random model, with reward
+functions that return the rows of a table, and reads the advantages that it
+logged. Needs torch, datasets, tokenizers, transformers and trl (1.16.0 made the
+file).
 
   python tests/objectives/make_trl_golden.py
 """

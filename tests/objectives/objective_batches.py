@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdpo_jax.objectives import advantages, presets
+from gdpo_jax.objectives import advantages
 
 NAN = float('nan')
-METHODS = advantages.ADVANTAGES | presets.PRESETS
+PADDED = (4, 8, 3)  # the shape of every batch that `call_every` runs
+METHODS = advantages.ADVANTAGES | advantages.PRESETS
 
 # One batch for every worked example: P=2, G=4, K=2.
 E = np.array(
@@ -84,16 +85,36 @@ def every(rewards, valid, weights, bounds, mask, eps, axis_name=None):
 every_jitted = jax.jit(every, static_argnames=['axis_name'])
 
 
-def call_every(rewards, weights=None, eps=0.0, **kwargs):
-  """`every` on rewards in which NaN is missing; numpy values."""
+def pad(x, shape, fill):
+  """`x` in the corner of an array of `shape`."""
+  out = np.full(shape, fill, x.dtype)
+  out[tuple(slice(size) for size in x.shape)] = x
+  return out
+
+
+def call_every(rewards, weights=None, eps=0.0, bounds=None, mask=None):
+  """`every` on rewards in which NaN is missing; {method: f32[P, G]}.
+
+  The batch is padded with prompts, rows and rewards that are missing, so that
+  one compilation serves all tests. Methods leave these out; only `verl` and
+  `nemo_rl`, which read them as 0, see the rows of a padded group.
+  """
   rewards = np.asarray(rewards, np.float32)
-  weights = np.ones(rewards.shape[-1]) if weights is None else weights
-  kwargs = extras(rewards.shape) | kwargs
+  prompts, group, count = rewards.shape
+  weights = np.ones(count) if weights is None else np.asarray(weights)
+  own = extras(rewards.shape)
+  bounds = own['bounds'] if bounds is None else bounds
+  mask = own['mask'] if mask is None else mask
+  mask = mask.reshape(prompts, group, -1)
+  padded = pad(rewards, PADDED, NAN)
   out = every_jitted(
-    rewards,
-    ~np.isnan(rewards),
-    np.asarray(weights, np.float32),
+    padded,
+    ~np.isnan(padded),
+    pad(weights.astype(np.float32), PADDED[2:], 1),
     eps=np.float32(eps),
-    **kwargs,
+    bounds=pad(bounds.astype(np.float32), (PADDED[2], 2), 0),
+    mask=pad(mask, (*PADDED[:2], mask.shape[-1]), True),
   )
-  return {name: np.asarray(values) for name, values in out.items()}
+  return {
+    name: np.asarray(values)[:prompts, :group] for name, values in out.items()
+  }

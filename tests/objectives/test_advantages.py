@@ -1,10 +1,12 @@
 """Hand numbers of every method, and the choices each one has."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from objective_batches import NAN, UNIT, E, call, columns, groups
+from objective_batches import METHODS, NAN, UNIT, E, call, columns, groups, pad
 
 from gdpo_jax.objectives import advantages, combine
 
@@ -127,9 +129,23 @@ WORKED = [
 ]
 
 
-@pytest.mark.parametrize('name, settings, expected', WORKED)
-def test_worked_example(name, settings, expected):
-  close(call(name, E, **settings), expected)
+@pytest.fixture(scope='module')
+def worked_example():
+  """What the methods make of E, compiled together."""
+
+  @jax.jit
+  def run(rewards):
+    return [
+      METHODS[name](rewards, None, jnp.ones(2), eps=0.0, **settings)
+      for name, settings, _ in WORKED
+    ]
+
+  return run(E)
+
+
+@pytest.mark.parametrize('case', range(len(WORKED)))
+def test_worked_example(worked_example, case):
+  close(worked_example[case], WORKED[case][-1])
 
 
 @pytest.mark.parametrize(
@@ -407,20 +423,25 @@ def test_rvpo_lies_between_the_mean_and_the_worst():
 
 def test_gdpo_clustered_counts_copies_once():
   rng = np.random.default_rng(0)
+  shape = (30, 8, 7)
+
+  def gdpo(rewards):
+    return call('gdpo', pad(rewards, shape, NAN))
+
   a, b = rng.random((2, 30, 8)).astype(np.float32)
   # up to five rewards: gdpo itself
   few = np.stack([a, a, a, b], -1)
-  close(call('gdpo_clustered', few), call('gdpo', few))
+  close(call('gdpo_clustered', few), gdpo(few), atol=1e-5)
   many = np.stack([a, a, a, 2 * a + 1, a, a, b], -1)
-  pair = np.stack([a, b], -1)
-  close(call('gdpo_clustered', many), call('gdpo', pair), atol=1e-4)
+  pair = gdpo(np.stack([a, b], -1))
+  close(call('gdpo_clustered', many), pair, atol=1e-4)
   # a reward that is turned around by its weight belongs to the cluster as well
   many[..., 1] *= -1
   weights = [1, -1, 1, 1, 1, 1, 1]
-  close(call('gdpo_clustered', many, weights), call('gdpo', pair), atol=1e-4)
+  close(call('gdpo_clustered', many, weights), pair, atol=1e-4)
   # nothing in common: every reward is its own cluster
-  loose = rng.random((200, 8, 6)).astype(np.float32)
-  close(call('gdpo_clustered', loose), call('gdpo', loose), atol=1e-4)
+  loose = rng.random(shape).astype(np.float32)
+  close(call('gdpo_clustered', loose), gdpo(loose), atol=1e-4)
 
 
 def test_gdpo_clustered_follows_chains():
@@ -483,6 +504,26 @@ def test_wrong_arguments_are_errors():
     advantages.gdpo(np.zeros((2, 4, 2)), np.ones((2, 4), bool), np.ones(2))
 
 
+# --- which groups carry signal ------------------------------------------------
+
+
+@functools.cache
+def _informative(aggregator):
+  return jax.jit(
+    functools.partial(advantages.informative, aggregator=aggregator)
+  )
+
+
+def informative(aggregator, rewards, weights=None, **settings):
+  """bool[P] on a batch padded to one shape."""
+  rewards = np.asarray(rewards, np.float32)
+  weights = np.ones(rewards.shape[-1]) if weights is None else np.array(weights)
+  padded = pad(rewards, (3, 8, 3), NAN)
+  weights = pad(weights.astype(np.float32), (3,), 1)
+  got = _informative(aggregator)(padded, ~np.isnan(padded), weights, **settings)
+  return np.asarray(got)[: len(rewards)].tolist()
+
+
 def test_constant_total_is_informative_for_gdpo():
   r = columns([1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1])
   rewards = np.concatenate([r, np.full_like(r, 0.7)])
@@ -490,36 +531,26 @@ def test_constant_total_is_informative_for_gdpo():
     got = call('gdpo', r, whiten='none', ddof=ddof)
     close(got, [[v, -v, -v, v]])
   assert not call('grpo', r).any()
-  for name, expected in [
-    ('gdpo', [True, False]),
-    ('dara', [True, False]),
-    (advantages.mo_grpo, [True, False]),
-    ('grpo', [False, False]),
-    ('dr_grpo', [False, False]),
-    ('reinforce_pp', [True, True]),  # its baseline is the batch
-  ]:
-    got = advantages.informative(rewards, None, aggregator=name)
-    np.testing.assert_array_equal(got, expected)
-  got = advantages.informative(
-    rewards, None, aggregator='sa_mrpo', bounds=np.tile([0.0, 1.0], (3, 1))
-  )
-  np.testing.assert_array_equal(got, [True, False])
+  assert informative('gdpo', rewards) == [True, False]
+  assert informative(advantages.dara, rewards) == [True, False]
+  assert informative('grpo', rewards) == [False, False]
+  # its baseline is the batch
+  assert informative('reinforce_pp', rewards) == [True, True]
+  unit = np.tile(np.array([0, 1], np.float32), (3, 1))
+  assert informative('sa_mrpo', rewards, bounds=unit) == [True, False]
 
 
 def test_equal_rewards_are_no_signal_whatever_their_float32_std():
-  rewards = np.full((3, 8, 2), 0.1, np.float32)
+  rewards = np.full((3, 8, 2), 0.1)
   rewards[1, :, 0] = 0.7
   rewards[2, 0, 0] = 0.3
   for name in ('grpo', 'gdpo'):
-    got = advantages.informative(rewards, None, aggregator=name)
-    np.testing.assert_array_equal(got, [False, False, True])
+    assert informative(name, rewards) == [False, False, True]
 
 
 def test_informative_asks_for_two_rows_that_differ():
   rewards = groups([(1,), (NAN,)], [(1,), (0,)], [(NAN,), (NAN,)])
-  got = advantages.informative(rewards, ~np.isnan(rewards))
-  np.testing.assert_array_equal(got, [False, True, False])
+  assert informative('gdpo', rewards) == [False, True, False]
   # a reward of weight 0 is no signal
   rewards = columns([1, 0], [0.5, 0.5])
-  got = advantages.informative(rewards, None, np.array([0.0, 1.0]))
-  np.testing.assert_array_equal(got, [False])
+  assert informative('gdpo', rewards, [0, 1]) == [False]

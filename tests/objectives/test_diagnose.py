@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from objective_batches import NAN, E, call, columns, groups
+from objective_batches import NAN, E, call, columns, groups, pad
 
 from gdpo_jax.objectives import diagnose
 
@@ -17,9 +17,19 @@ def jitted(**kwargs):
 
 def run(rewards, weights=None, **kwargs):
   rewards = np.asarray(rewards, np.float32)
-  weights = np.ones(rewards.shape[-1]) if weights is None else weights
-  return jitted(**kwargs)(
-    rewards, ~np.isnan(rewards), np.asarray(weights, np.float32)
+  prompts, _, count = rewards.shape
+  weights = np.ones(count) if weights is None else np.asarray(weights)
+  # one shape for all tests: what is missing is left out
+  rewards = pad(rewards, (6, 4, 3), NAN)
+  weights = pad(weights.astype(np.float32), (3,), 1)
+  got = jitted(**kwargs)(rewards, ~np.isnan(rewards), weights)
+  return got._replace(
+    distinct_rewards=got.distinct_rewards[:prompts],
+    distinct_advantages={
+      name: x[:prompts] for name, x in got.distinct_advantages.items()
+    },
+    conflict=got.conflict[:count, :count],
+    shares={name: x[:count] for name, x in got.shares.items()},
   )
 
 
@@ -39,6 +49,9 @@ def test_rows_that_nothing_scored_are_no_tuple():
   rewards = groups([(0, 0), (NAN, NAN), (0, NAN), (NAN, NAN)])
   got = run(rewards)
   np.testing.assert_array_equal(got.distinct_rewards, [2])  # 0 is not missing
+  # the 0 of such a row does not stand for the 0 of a row in the middle
+  got = run(groups([(NAN,), (1,), (0,), (2,)]))
+  assert got.distinct_advantages['grpo'] == 3
   np.testing.assert_array_equal(
     diagnose.distinct_per_group(jnp.array([[1.0, 1.0 + 1e-7, 2.0]])), [2]
   )

@@ -104,7 +104,7 @@ def test_controllers_check_and_survive():
   assert state.step == 1
 
 
-# --- where the distance can enter ----------------------------------------------
+# --- where the distance can enter -----------------------------------------
 
 
 def test_sequence_kl():

@@ -241,12 +241,14 @@ def test_gspo_token_form_has_value_and_gradient_of_the_sequence_form():
     return -jnp.mean(gain)
 
   d = losses.row_denominator(mask)
-  token_form = lambda x: losses.gspo(x, old, advantages, mask, d)  # noqa: E731
-  for f, g in (
-    (token_form, sequence_form),
-    (jax.grad(token_form), jax.grad(sequence_form)),
-  ):
-    np.testing.assert_allclose(f(logp), g(logp), rtol=1e-5, atol=1e-7)
+
+  def token_form(logp):
+    return losses.gspo(logp, old, advantages, mask, d)
+
+  value, grad = jax.jit(jax.value_and_grad(token_form))(logp)
+  expected = jax.jit(jax.value_and_grad(sequence_form))(logp)
+  np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+  np.testing.assert_allclose(grad, expected[1], rtol=1e-5, atol=1e-7)
 
 
 def test_cispo():
@@ -378,21 +380,19 @@ def test_value_loss():
 def test_denominators_are_global_inside_shard_map():
   mask = jnp.array(np.random.default_rng(0).random((8, 5)) < 0.5)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('data',))
-  rows, scalar = jax.P('data'), jax.P()
-  for f, out in (
-    (losses.token_denominator, scalar),
-    (losses.row_denominator, rows),
-    (
-      lambda m, axis_name=None: losses.constant_denominator(
-        m, 7, axis_name=axis_name
-      ),
-      scalar,
-    ),
-  ):
-    got = jax.shard_map(
-      lambda m, f=f: f(m, axis_name='data'),
-      mesh=mesh,
-      in_specs=rows,
-      out_specs=out,
-    )(mask)
-    np.testing.assert_array_equal(got, f(mask))
+
+  def all_three(mask, axis_name=None):
+    return (
+      losses.token_denominator(mask, axis_name=axis_name),
+      losses.row_denominator(mask, axis_name=axis_name),
+      losses.constant_denominator(mask, 7, axis_name=axis_name),
+    )
+
+  shared = jax.shard_map(
+    lambda mask: all_three(mask, 'data'),
+    mesh=mesh,
+    in_specs=jax.P('data'),
+    out_specs=(jax.P(), jax.P('data'), jax.P()),
+  )
+  for got, expected in zip(jax.jit(shared)(mask), all_three(mask)):
+    np.testing.assert_array_equal(got, expected)

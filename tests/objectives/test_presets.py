@@ -98,6 +98,13 @@ def test_verl(missing):
   np.testing.assert_allclose(got, expected, atol=3e-6)
 
 
+def test_verl_adds_its_epsilon_to_the_variance():
+  rewards, weights, mask = random_rewards()
+  weights = weights * 1e-4  # a variance of about 1e-8
+  got = call('verl', rewards, weights, eps=1e-6, mask=mask)
+  np.testing.assert_allclose(got, verl(rewards, weights, mask), atol=3e-6)
+
+
 def test_verl_keeps_the_raw_reward_of_a_group_of_one():
   rewards = np.array([[[1.0, 2]], [[0, 1]], [[5, 0.5]]], np.float32)
   mask = np.arange(3) < np.array([[3], [1], [2]])
