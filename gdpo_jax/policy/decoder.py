@@ -9,18 +9,20 @@ values to a context, a pytree with an `attend` method.
   Groups  training and prefill: prompts, each followed by its G completions
   Slots   decoding: one new token per row against a cache
 
-The residual stream, the norms and the softmax are float32; `dot` multiplies
-activations with weights and decides in which precision.
+The residual stream, the norms, attention and the softmax are float32; `dtype`
+is that of the inputs of the dense products (None: as the weights are stored).
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.policy.products import dense
 from gdpo_jax.types import Array
 
 # Finite, so that no softmax ever meets -inf minus -inf.
@@ -28,49 +30,9 @@ MASKED = -1e30
 
 REMAT = {
   'none': None,  # keep every intermediate value
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots': jax.checkpoint_policies.save_only_these_names('dense'),
   'block': jax.checkpoint_policies.nothing_saveable,
 }
-
-Dot = Callable[[Array, Array], Array]
-
-
-def weight_dot(x: Array, w: Array) -> Array:
-  """f32[..., D] times [D, F], in the precision the weight is stored in."""
-  return jnp.dot(x.astype(w.dtype), w, preferred_element_type=jnp.float32)
-
-
-def bfloat16_dot(x: Array, w: Array) -> Array:
-  """f32[..., D] times f32[D, F] from bfloat16 inputs, summed in float32.
-
-  Both products of the backward pass take bfloat16 inputs as well (plain
-  autodiff would multiply float32 cotangents).
-  """
-  y = _bfloat16_matmul(x.reshape(-1, x.shape[-1]), w)
-  return y.reshape(*x.shape[:-1], w.shape[-1])
-
-
-@jax.custom_vjp
-def _bfloat16_matmul(x, w):
-  return _multiply(x, w)
-
-
-def _multiply(x, w):
-  x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-  return jnp.dot(x, w, preferred_element_type=jnp.float32)
-
-
-def _matmul_fwd(x, w):
-  # x is kept at half its size; w is cast again, its master is alive anyway.
-  return _multiply(x, w), (x.astype(jnp.bfloat16), w)
-
-
-def _matmul_bwd(residual, g):
-  x, w = residual
-  return _multiply(g, w.T), _multiply(x.T, g)
-
-
-_bfloat16_matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def rope_table(config: PolicyConfig, positions: Array) -> tuple[Array, Array]:
@@ -225,16 +187,17 @@ class RMSNorm(nn.Module):
 
 
 class Dense(nn.Module):
-  """x @ kernel (+ bias), multiplied by `dot`."""
+  """x @ kernel (+ bias)."""
 
   features: int
-  dot: Dot
+  dtype: Any = None
   use_bias: bool = False
 
   @nn.compact
   def __call__(self, x):
     shape = (x.shape[-1], self.features)
-    y = self.dot(x, self.param('kernel', nn.initializers.normal(0.02), shape))
+    kernel = self.param('kernel', nn.initializers.normal(0.02), shape)
+    y = checkpoint_name(dense(x, kernel, self.dtype), 'dense')
     if self.use_bias:
       y += self.param('bias', nn.initializers.zeros, (self.features,))
     return y
@@ -247,7 +210,7 @@ class Attention(nn.Module):
   """
 
   config: PolicyConfig
-  dot: Dot
+  dtype: Any = None
   fused: bool = False
 
   @nn.compact
@@ -257,7 +220,8 @@ class Attention(nn.Module):
     widths = [n * c.head_dim for n in heads]
     names = {'qkv': sum(widths)} if self.fused else dict(zip('qkv', widths))
     qkv = [
-      Dense(n, self.dot, c.qkv_bias, name=name)(x) for name, n in names.items()
+      Dense(n, self.dtype, c.qkv_bias, name=name)(x)
+      for name, n in names.items()
     ]
     if self.fused:
       qkv = jnp.split(qkv[0], (widths[0], widths[0] + widths[1]), axis=-1)
@@ -267,44 +231,44 @@ class Attention(nn.Module):
       k = RMSNorm(c.norm_eps, name='k_norm')(k)
     q, k = _rotate(q, rope) * c.head_dim**-0.5, _rotate(k, rope)
     out, kv = context.attend(q, k, v)
-    return Dense(c.width, self.dot, name='o')(out), kv
+    return Dense(c.width, self.dtype, name='o')(out), kv
 
 
 class MLP(nn.Module):
   """down(silu(gate(x)) * up(x)), arXiv:2002.05202; `fused` as in Attention."""
 
   config: PolicyConfig
-  dot: Dot
+  dtype: Any = None
   fused: bool = False
 
   @nn.compact
   def __call__(self, x):
     c = self.config
     if self.fused:
-      both = Dense(2 * c.mlp_width, self.dot, name='gate_up')(x)
+      both = Dense(2 * c.mlp_width, self.dtype, name='gate_up')(x)
       gate, up = jnp.split(both, 2, axis=-1)
     else:
-      gate = Dense(c.mlp_width, self.dot, name='gate')(x)
-      up = Dense(c.mlp_width, self.dot, name='up')(x)
-    return Dense(c.width, self.dot, name='down')(nn.silu(gate) * up)
+      gate = Dense(c.mlp_width, self.dtype, name='gate')(x)
+      up = Dense(c.mlp_width, self.dtype, name='up')(x)
+    return Dense(c.width, self.dtype, name='down')(nn.silu(gate) * up)
 
 
 class Block(nn.Module):
   """One layer: returns the residual stream and what the context keeps."""
 
   config: PolicyConfig
-  dot: Dot = weight_dot
+  dtype: Any = None
   fused: bool = False
 
   @nn.compact
   def __call__(self, x, rope, context):
     c = self.config
     y = RMSNorm(c.norm_eps, name='attn_norm')(x)
-    attention = Attention(c, self.dot, self.fused, name='attn')
+    attention = Attention(c, self.dtype, self.fused, name='attn')
     y, kv = attention(y, rope, context)
     x = x + y
     y = RMSNorm(c.norm_eps, name='mlp_norm')(x)
-    return x + MLP(c, self.dot, self.fused, name='mlp')(y), kv
+    return x + MLP(c, self.dtype, self.fused, name='mlp')(y), kv
 
 
 class Table(nn.Module):
@@ -322,7 +286,7 @@ class Decoder(nn.Module):
   """Layers scanned over stacked weights, rematerialized by name (see REMAT)."""
 
   config: PolicyConfig
-  dot: Dot = weight_dot
+  dtype: Any = None
   remat: str = 'none'
 
   @nn.compact
@@ -344,7 +308,7 @@ class Decoder(nn.Module):
       in_axes=nn.broadcast,
       length=c.num_layers,
     )(
-      Block(c, self.dot, name='layers'),
+      Block(c, self.dtype, name='layers'),
       embedding[tokens],
       rope_table(c, positions),
       context,

@@ -1,19 +1,21 @@
 """What is read off the last hidden state: logits, token log-probs, entropies."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from gdpo_jax.policy.decoder import Dot, weight_dot
+from gdpo_jax.policy.products import dense, multiply
 from gdpo_jax.types import Array
 
-# Logits alive at once; large enough for full-speed products, small enough to
-# vanish beside the weights.
-CHUNK_BYTES = 2**25
+# Logits alive at once: enough columns for full-speed products, few enough to
+# stay near the processor and to vanish beside the weights.
+BLOCK_BYTES = 2**22
 
 
-def logits(hidden: Array, head: Array, dot: Dot = weight_dot) -> Array:
+def logits(hidden: Array, head: Array, dtype=None) -> Array:
   """f32[..., V] for hidden f32[..., D] and head [V, D]."""
-  return dot(hidden, head.T)
+  return dense(hidden, head.T, dtype)
 
 
 def token_log_probs(
@@ -22,45 +24,106 @@ def token_log_probs(
   targets: Array,
   *,
   temperature: float | Array = 1.0,
-  dot: Dot = weight_dot,
-  chunk_bytes: int = CHUNK_BYTES,
+  dtype=None,
+  block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Array, Array]:
   """Log-prob of each target, and the entropy of the distribution it came from.
 
-  Both are those of softmax(logits / temperature), in nats. The logits are made
-  a few time steps at a time, for all rows (so that rows may be sharded), and
-  made again in the backward pass: no [N, T, V] array exists in either.
+  Both are those of softmax(logits / temperature), in nats. The vocabulary is
+  taken a block at a time with running sums (as in arXiv:1805.02867), and again
+  in the backward pass: no [N, T, V] array exists in either, and memory does
+  not grow with V.
 
   Args:
     hidden: f32[N, T, D], the state that predicts targets[:, t] at t.
     head: [V, D].
     targets: i32[N, T].
     temperature: > 0.
-    dot: multiplies hidden states with the head.
-    chunk_bytes: upper bound of the logits alive at once, unless one time step
-      of all rows is already more.
+    dtype: of the inputs of the products; None: that of the head.
+    block_bytes: upper bound of the logits alive at once, down to a block of
+      one token of the vocabulary.
   Returns:
     (logp, entropy), f32[N, T] each.
   """
   num_rows, length, width = hidden.shape
-  steps = max(1, chunk_bytes // (4 * num_rows * head.shape[0]))
-  num_chunks = -(-length // steps)
-  steps = -(-length // num_chunks)
+  vocab_size = head.shape[0]
+  block = max(1, block_bytes // (4 * num_rows * length))
+  num_blocks = -(-vocab_size // block)
+  block = -(-vocab_size // num_blocks)
+  # z / temperature, at the width of a state instead of a vocabulary
+  hidden = (hidden / temperature).reshape(-1, width)
+  out = _log_probs(hidden, head, targets.reshape(-1), dtype, block)
+  return tuple(x.reshape(num_rows, length) for x in out)
 
-  def split(x):
-    pad = [(0, 0), (0, num_chunks * steps - length)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, pad).reshape(num_rows, num_chunks, steps, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
 
-  @jax.checkpoint
-  def chunk(hidden, targets):
-    z = logits(hidden, head, dot) / temperature
-    lse = jax.nn.logsumexp(z, axis=-1)
-    logp = jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0] - lse
-    mean = jnp.sum(jax.nn.softmax(z) * z, axis=-1)
-    return logp, lse - mean
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_probs(hidden, head, targets, dtype, block):
+  return _forward(hidden, head, targets, dtype, block)[0]
 
-  out = jax.lax.map(lambda xs: chunk(*xs), (split(hidden), split(targets)))
-  return jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(num_rows, -1)[:, :length], out
+
+def _blocks(head, block):
+  """Scan inputs: rows [block, D] of the head, and their tokens i32[block].
+
+  The last block is filled up with rows of tokens >= V.
+  """
+  vocab_size, width = head.shape
+  num_blocks = -(-vocab_size // block)
+  head = jnp.pad(head, ((0, num_blocks * block - vocab_size), (0, 0)))
+  columns = jnp.arange(num_blocks * block).reshape(num_blocks, block)
+  return head.reshape(num_blocks, block, width), columns
+
+
+def _forward(hidden, head, targets, dtype, block):
+  """((logp, entropy), residual) by running sums over blocks of tokens."""
+  vocab_size = head.shape[0]
+
+  def step(carry, xs):
+    top, total, weighted, picked = carry
+    rows, columns = xs
+    z = multiply(hidden, rows, dtype, (1, 1))
+    if vocab_size % block:
+      z = jnp.where(columns < vocab_size, z, -jnp.inf)
+    new_top = jnp.maximum(top, z.max(axis=1))
+    p = jnp.exp(z - new_top[:, None])
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + p.sum(axis=1)
+    weighted = weighted * shrink + jnp.where(p > 0, p * z, 0).sum(axis=1)
+    index = targets - columns[0]
+    inside = (index >= 0) & (index < block)
+    index = jnp.clip(index, 0, block - 1)[:, None]
+    found = jnp.take_along_axis(z, index, axis=1)[:, 0]
+    return (new_top, total, weighted, jnp.where(inside, found, picked)), None
+
+  zero = jnp.zeros(targets.shape, jnp.float32)
+  carry = (zero - jnp.inf, zero, zero, zero)
+  carry, _ = jax.lax.scan(step, carry, _blocks(head, block))
+  top, total, weighted, picked = carry
+  lse, mean = top + jnp.log(total), weighted / total
+  return (picked - lse, lse - mean), (hidden, head, targets, lse, mean)
+
+
+def _backward(dtype, block, residual, cotangents):
+  hidden, head, targets, lse, mean = residual
+  g_logp, g_entropy = (g[:, None] for g in cotangents)
+  lse, mean, targets = (x[:, None] for x in (lse, mean, targets))
+
+  def step(d_hidden, xs):
+    rows, columns = xs
+    z = multiply(hidden, rows, dtype, (1, 1))
+    # d logp / dz = onehot - p;  d entropy / dz = -p (z - mean)
+    dz = jnp.exp(z - lse) * (g_logp + g_entropy * (z - mean))
+    dz = jnp.where(targets == columns, g_logp, 0) - dz
+    if head.shape[0] % block:
+      dz = jnp.where(columns < head.shape[0], dz, 0)
+    dz = dz.astype(dtype or head.dtype)
+    d_hidden += multiply(dz, rows, dtype, (1, 0))
+    return d_hidden, multiply(dz, hidden, dtype or head.dtype, (0, 0))
+
+  d_hidden, d_head = jax.lax.scan(
+    step, jnp.zeros_like(hidden), _blocks(head, block)
   )
+  d_head = d_head.reshape(-1, head.shape[1])[: head.shape[0]]
+  return d_hidden, d_head, None
+
+
+_log_probs.defvjp(_forward, _backward)

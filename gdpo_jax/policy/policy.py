@@ -22,9 +22,7 @@ from gdpo_jax.policy.decoder import (
   Groups,
   RMSNorm,
   Slots,
-  bfloat16_dot,
   rope_table,
-  weight_dot,
 )
 from gdpo_jax.types import Array, Rollout
 
@@ -92,13 +90,12 @@ def make_policy(
   """
   if remat not in REMAT:
     raise ValueError(f'remat {remat!r} is unknown; use one of {list(REMAT)}.')
-  dots = {'float32': weight_dot, 'bfloat16': bfloat16_dot}
-  if (name := jnp.dtype(compute_dtype).name) not in dots:
+  dtype = jnp.dtype(compute_dtype)
+  if dtype.name not in ('float32', 'bfloat16'):
     raise ValueError(
-      f'compute_dtype {name} is not supported; use one of {list(dots)}.'
+      f'compute_dtype {dtype.name} is not supported; use float32 or bfloat16.'
     )
-  dot = dots[name]
-  decoder = Decoder(config, dot, remat)
+  decoder = Decoder(config, dtype, remat)
   block = Block(config, fused=True)
   final_norm = RMSNorm(config.norm_eps)
 
@@ -113,7 +110,7 @@ def make_policy(
     hidden, head = decoder.apply(
       {'params': params}, tokens, _positions(mask), Groups(mask)
     )
-    return heads.logits(hidden, head, dot)
+    return heads.logits(hidden, head, dtype)
 
   def log_probs(
     params: Any,
@@ -149,7 +146,7 @@ def make_policy(
     )
     hidden = hidden[:, mask.shape[1] - 1 :].reshape(num_rows, length, -1)
     logp, entropy = heads.token_log_probs(
-      hidden, head, targets, temperature=temperature, dot=dot
+      hidden, head, targets, temperature=temperature, dtype=dtype
     )
     zero = jnp.zeros((), jnp.float32)
     return (

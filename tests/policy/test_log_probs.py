@@ -156,17 +156,17 @@ def test_rows_that_do_not_divide_are_refused(params, ragged):
     POLICY.log_probs(params, ragged, group_size=5)
 
 
-def test_chunks_change_nothing():
-  """One chunk, uneven chunks and one time step each, forward and backward."""
+def test_blocks_change_nothing():
+  """One block, even, uneven, and single tokens, forward and backward."""
   keys = jax.random.split(jax.random.key(0), 4)
   hidden = jax.random.normal(keys[0], (3, 7, 8))
   head = jax.random.normal(keys[1], (50, 8))
   targets = jax.random.randint(keys[2], (3, 7), 0, 50)
   weights = jax.random.normal(keys[3], (2, 3, 7))
 
-  def loss(hidden, head, chunk_bytes):
+  def loss(hidden, head, block_bytes):
     out = heads.token_log_probs(
-      hidden, head, targets, temperature=0.7, chunk_bytes=chunk_bytes
+      hidden, head, targets, temperature=0.7, block_bytes=block_bytes
     )
     return sum(jnp.sum(w * x) for w, x in zip(weights, out)), out
 
@@ -181,8 +181,8 @@ def test_chunks_change_nothing():
     jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2
   )
   expected = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, head)
-  for chunk_bytes in (2**20, 3 * 3 * 50 * 4, 1):
-    got = gradient(hidden, head, chunk_bytes)
+  for columns in (50, 25, 17, 1):
+    got = gradient(hidden, head, columns * 3 * 7 * 4)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected
     )
