@@ -3,6 +3,11 @@
 import dataclasses
 import json
 import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 import threading
 
 import jax
@@ -79,9 +84,16 @@ def traces(monkeypatch):
   return seen
 
 
-@pytest.mark.parametrize('pad_id', [257, 10, None])
-@pytest.mark.parametrize('labels', [1, 3])
-@pytest.mark.parametrize('family', ['Llama', 'Qwen2', 'Qwen3'])
+@pytest.mark.parametrize(
+  'family, labels, pad_id',
+  [
+    ('Llama', 1, 257),
+    ('Llama', 3, 10),
+    ('Llama', 1, None),
+    ('Qwen2', 3, 257),
+    ('Qwen3', 1, 10),
+  ],
+)
 def test_logits_of_a_transformers_classifier(tmp_path, family, labels, pad_id):
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')
@@ -121,9 +133,7 @@ def test_logits_of_a_transformers_classifier(tmp_path, family, labels, pad_id):
     expected = output.logits.numpy()
 
   label = 'LABEL_1' if labels > 1 else None
-  judge = JaxJudge.from_hf(
-    tmp_path, label=label, buckets=[4, 32], batch_rows=4
-  )
+  judge = JaxJudge.from_hf(tmp_path, label=label, buckets=[4, 32], batch_rows=4)
   # the alphabet of the byte tokenizer is the bytes themselves
   assert [tokenizer.encode(text) for text in texts] == ids
   np.testing.assert_allclose(judge.logits(texts), expected, atol=1e-4, rtol=0)
@@ -165,9 +175,7 @@ def test_four_devices_equal_one(weights, judge, axes):
 def test_a_directory_is_read_onto_the_mesh(tmp_path, weights, judge):
   save(tmp_path, weights)
   mesh = sharding.make_mesh(data=2, fsdp=2)
-  loaded = JaxJudge.from_hf(
-    tmp_path, mesh=mesh, buckets=[8, 64], batch_rows=4
-  )
+  loaded = JaxJudge.from_hf(tmp_path, mesh=mesh, buckets=[8, 64], batch_rows=4)
   np.testing.assert_allclose(
     loaded.logits(TEXTS), judge.logits(TEXTS), atol=1e-5
   )
@@ -342,3 +350,76 @@ def test_buckets_by_default(positions, buckets, weights):
   config = dataclasses.replace(CONFIG, max_positions=positions)
   judge = JaxJudge(config, *weights, byte_tokenizer())
   assert judge.buckets == buckets
+
+
+PROCESS = """
+import json, sys, jax
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+jax.distributed.initialize(f'localhost:{sys.argv[1]}', 2, int(sys.argv[2]))
+from gdpo_jax import sharding
+from gdpo_jax.judge import JaxJudge
+from gdpo_jax.policy.tokenizer import byte_tokenizer
+from gdpo_jax.rewards.pipeline import Pipeline, Reward
+
+batches = json.loads(sys.argv[4])[int(sys.argv[2])]
+mesh = sharding.make_mesh(data=2, fsdp=2)
+judge = JaxJudge.from_hf(
+  sys.argv[3], mesh=mesh, buckets=[8, 16, 64], batch_rows=8
+)
+with Pipeline([Reward(judge, name='judge', isolation='main')]) as pipeline:
+  for texts in batches:
+    scores = pipeline.score([''] * len(texts), texts)
+    print('scores', json.dumps([scores.values[:, 0].tolist(), scores.reasons]))
+"""
+
+
+def test_two_processes_with_uneven_texts_do_not_wait_for_ever(
+  tmp_path, weights, judge
+):
+  """Other buckets, other numbers of batches, and one whose texts are refused."""
+  save(tmp_path, weights)
+  many = [text[:60] for text in TEXTS * 2]
+  # a chat is refused, as the tokenizer has no template
+  chat = [{'role': 'assistant', 'content': 'b'}]
+  batches = [[['a'], many, ['b', chat]], [many, ['x' * 60], ['c', 'd' * 20]]]
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    port = str(free.getsockname()[1])
+  environment = os.environ | {
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=2'
+  }
+  processes = [
+    subprocess.Popen(
+      [
+        sys.executable,
+        '-c',
+        PROCESS,
+        port,
+        str(i),
+        str(tmp_path),
+        json.dumps(batches),
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=environment,
+      cwd=pathlib.Path(__file__).parent.parent,
+    )
+    for i in range(2)
+  ]
+  try:
+    outputs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for rank, (out, errors) in enumerate(outputs):
+    lines = [line for line in out.splitlines() if line.startswith('scores ')]
+    assert len(lines) == 3, errors[-2000:]
+    for texts, line in zip(batches[rank], lines):
+      values, reasons = json.loads(line.removeprefix('scores '))
+      if chat in texts:
+        assert reasons == {'judge': {'exception': 2}}
+      else:
+        expected = judge.logits(texts)[:, 0]
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+        assert reasons == {}
