@@ -207,6 +207,12 @@ class JaxJudge:
     exp = np.exp(logits - logits.max(axis=1, keepdims=True))
     return (exp[:, self._label] / exp.sum(axis=1)).tolist()
 
+  def __reduce__(self):
+    # a copy would start a second JAX beside this one, on the same devices
+    raise TypeError(
+      "a judge stays in the process that made it; use isolation='main'."
+    )
+
   def logits(
     self, completions: Sequence[Text], prompts: Sequence[Text] | None = None
   ) -> np.ndarray:

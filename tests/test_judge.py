@@ -274,6 +274,12 @@ def test_as_a_reward_it_runs_on_the_callers_thread(weights):
   assert "use isolation='main'" in scores.failures[0].reason
 
 
+def test_it_is_not_sent_to_another_process(judge):
+  reward = Reward(judge, name='judge', isolation='process')
+  with pytest.raises(ValueError, match="'judge'.*use isolation='main'"):
+    Pipeline([reward])
+
+
 def test_one_device_may_be_called_from_any_thread(weights, judge):
   got = []
   thread = threading.Thread(target=lambda: got.extend(judge(['a'])))
@@ -362,7 +368,7 @@ from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.rewards.pipeline import Pipeline, Reward
 
 batches = json.loads(sys.argv[4])[int(sys.argv[2])]
-mesh = sharding.make_mesh(data=2, fsdp=2)
+mesh = sharding.make_mesh(data=1, fsdp=4)  # weights over both processes
 judge = JaxJudge.from_hf(
   sys.argv[3], mesh=mesh, buckets=[8, 16, 64], batch_rows=8
 )
