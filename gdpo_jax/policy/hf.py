@@ -96,8 +96,15 @@ def load(
       quantized tensor; a tied model whose lm_head differs from its embedding;
       a truncated file; pickled weights. The message names the offender.
   """
-  directory = pathlib.Path(directory)
   config = load_config(directory)
+  with open_tensors(directory) as tensors:
+    return config, assemble(config, tensors, directory, shardings=shardings)
+
+
+@contextlib.contextmanager
+def open_tensors(directory: str | os.PathLike) -> Iterator[dict[str, Tensor]]:
+  """The tensors of a model directory by name, readable inside the `with`."""
+  directory = pathlib.Path(directory)
   with contextlib.ExitStack() as stack:
     tensors = {}
     for file in _weight_files(directory):
@@ -116,7 +123,7 @@ def load(
         if name in tensors:
           raise ValueError(f'{name!r} is in {file} and in another shard too.')
         tensors[name] = _tensor(opened.get_slice(name), name, file)
-    return config, assemble(config, tensors, directory, shardings=shardings)
+    yield tensors
 
 
 def load_config(directory: str | os.PathLike) -> PolicyConfig:

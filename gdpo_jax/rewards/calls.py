@@ -97,6 +97,7 @@ def invoke(
   name: str,
   n: int,
   timeout_s: float | None = None,
+  interruptible: bool = False,
 ) -> Call:
   """Calls `fn` with the offered arguments that it asks for; never raises.
 
@@ -108,6 +109,8 @@ def invoke(
     n: rows; `fn` must return this many numbers.
     timeout_s: cancels a coroutine. A plain function cannot be interrupted
       from inside; whoever calls `invoke` has to bound it.
+    interruptible: a KeyboardInterrupt is let through: on the main thread it
+      comes from the keyboard, and is meant for the run.
   """
   metrics: list[tuple[str, float]] = []
   extra: list[tuple[str, list]] = []
@@ -129,6 +132,8 @@ def invoke(
         )
     call = collect(returned, name=name, n=n)
   except BaseException as error:  # SystemExit too: a reward cannot end the run
+    if interruptible and isinstance(error, KeyboardInterrupt):
+      raise
     message = f'{name}: {type(error).__name__}: {error}'
     call = failed('exception', message, n)
   return call._replace(

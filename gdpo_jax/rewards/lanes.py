@@ -2,6 +2,7 @@
 
 Lane (own thread, waits) --> thread that may be left behind
                         \\-> worker processes that may be killed
+CallersLane (no thread)  --> whoever asks for the result makes the call
 """
 
 import functools
@@ -54,6 +55,41 @@ class Lane:
     while (item := self._inbox.get()) is not None:
       offered, n, box = item
       box.put(self._runner.call(offered, n))
+
+
+class CallersLane:
+  """Calls the function where the result is asked for, in that thread.
+
+  Nothing bounds such a call. An exception is isolated as in any other lane; a
+  KeyboardInterrupt is not.
+  """
+
+  def __init__(self, reward: 'Reward'):
+    self._reward = reward
+    self._closed = False
+
+  def submit(
+    self, offered: Mapping[str, Any], n: int
+  ) -> Callable[[], calls.Call]:
+    """Keeps the arguments; the returned function makes the call."""
+    reward = self._reward
+
+    def call() -> calls.Call:
+      if self._closed:
+        return _closed(reward.name, n)
+      return calls.invoke(
+        reward.fn,
+        offered,
+        name=reward.name,
+        n=n,
+        timeout_s=reward.timeout_s,
+        interruptible=True,
+      )
+
+    return call
+
+  def close(self):
+    self._closed = True
 
 
 class _ThreadRunner:

@@ -2,6 +2,7 @@
 
   prompts, completions, columns [N]
       --submit--> one lane per reward, all side by side
+      --result--> those that must run on the caller's thread, in order
       --result--> fallback, mute --> Scores(values f32[N, K], NaN = missing)
 
 A reward that raises, hangs, or returns something other than N finite numbers is
@@ -53,6 +54,12 @@ class Reward:
       left behind (its thread lives on until the function returns). 'process'
       runs in a worker process without jax, which is killed with all its
       children when the time is up; use it for whatever may hang for ever.
+      'main' runs in `result()`, on the caller's thread, after the other lanes
+      have started and in the order of the rewards: for functions that use the
+      training devices (`gdpo_jax.judge`), which every process of a run has to
+      call in the same order. `timeout_s` cannot cut such a call short (it only
+      ends a coroutine): if it hangs, the run hangs. Exceptions are isolated as
+      everywhere, but Ctrl-C ends the run.
     pure: the value depends on the row's prompt, completion and columns alone.
       Values are then cached, and equal rows are scored once.
     fallback: name of another reward in the list, whose value stands in on the
@@ -71,7 +78,7 @@ class Reward:
   weight: float = 1.0
   range: tuple[float, float] | None = None
   timeout_s: float = 60.0
-  isolation: Literal['thread', 'process'] = 'thread'
+  isolation: Literal['thread', 'process', 'main'] = 'thread'
   pure: bool = False
   fallback: str | None = None
   condition: Any = None
@@ -96,8 +103,11 @@ class Reward:
       refuse(f'range must be (lowest, highest), got {self.range}')
     if not 0 < self.timeout_s < math.inf:
       refuse(f'timeout_s must be a positive number, got {self.timeout_s}')
-    if self.isolation not in ('thread', 'process'):
-      refuse(f"isolation must be 'thread' or 'process', got {self.isolation!r}")
+    if self.isolation not in ('thread', 'process', 'main'):
+      refuse(
+        "isolation must be 'thread', 'process' or 'main', "
+        f'got {self.isolation!r}'
+      )
     if self.mute_after is not None and self.mute_after < 1:
       refuse(f'mute_after must be at least 1 or None, got {self.mute_after}')
     if self.retry_after < 1:
@@ -108,6 +118,11 @@ class Reward:
       refuse(
         "workers > 1 splits the rows of a call; it needs isolation='process' "
         'and pure=True'
+      )
+    if self.pure and self.isolation == 'main':
+      refuse(
+        "isolation='main' with pure=True would call the function on some "
+        'processes and not on others, as their caches have it; drop one'
       )
     asks = calls.wanted(self.fn)[0] & _PER_STEP
     if self.pure and asks:
@@ -189,7 +204,8 @@ class Pipeline:
   """Keeps what a list of rewards needs from step to step.
 
   Use it as a context manager, or call `close()`. Method calls must come from
-  one thread at a time; the rewards themselves run beside it.
+  one thread at a time; the rewards themselves run beside it, or in `result()`
+  on that thread where they ask for isolation='main'.
   """
 
   def __init__(
@@ -217,10 +233,12 @@ class Pipeline:
     self._sum_counts = sum_counts
     self._mutes = [memory.Mute() for _ in self.rewards]
     self._cache = memory.Cache(cache_rows)
-    self._lanes: list[lanes.Lane] = []
+    self._lanes: list[lanes.Lane | lanes.CallersLane] = []
     try:
       for reward in self.rewards:
-        self._lanes.append(lanes.Lane(reward))
+        on_caller = reward.isolation == 'main'
+        make = lanes.CallersLane if on_caller else lanes.Lane
+        self._lanes.append(make(reward))
     except BaseException:
       self.close()
       raise
@@ -366,12 +384,19 @@ class Pipeline:
     logged = collections.defaultdict(list)
     counts = np.zeros((k, 2), np.int64)  # calls, failed calls
     messages = [''] * k
+    # First those that run here and now, so that they overlap with the others
+    # and their order does not depend on who is slow.
+    here = {
+      i: part()
+      for i, (reward, part) in enumerate(zip(self.rewards, parts))
+      if part is not None and reward.isolation == 'main'
+    }
     for i, (reward, part) in enumerate(zip(self.rewards, parts)):
       if part is None:
         if muted[i] and n:
           reasons[reward.name] = {'muted': n}
         continue
-      call = part()
+      call = here[i] if i in here else part()
       values[:, i] = call.values
       counts[i] = 1, call.failed
       messages[i] = call.message
@@ -452,7 +477,7 @@ class Pending:
     self._scores: Scores | None = None
 
   def result(self) -> Scores:
-    """Waits; bounded by the rewards' time-outs."""
+    """Waits; bounded by the rewards' time-outs, save for isolation='main'."""
     if self._scores is None:
       self._scores = self._finish()
     return self._scores

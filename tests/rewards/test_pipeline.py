@@ -219,7 +219,7 @@ def test_rewards_run_side_by_side_and_beside_the_caller():
     ),
     (lambda: Reward(3), 'needs a function'),
     (lambda: Reward(ones, timeout_s=0), 'timeout_s'),
-    (lambda: Reward(ones, isolation='fork'), "'thread' or 'process'"),
+    (lambda: Reward(ones, isolation='fork'), "'process' or 'main'"),
     (lambda: Reward(ones, range=(1, 0)), 'range'),
     (lambda: Reward(ones, weight=math.nan), 'weight'),
     (lambda: Reward(ones, mute_after=0), 'mute_after'),
@@ -443,3 +443,89 @@ def test_the_host_side_never_imports_jax():
     [sys.executable, '-c', program], capture_output=True, text=True, check=True
   )
   assert done.stdout.strip() == '[]'
+
+
+def test_main_calls_run_in_result_in_the_order_of_the_rewards():
+  seen = []
+
+  def noted(name):
+    def fn(completions):
+      seen.append((name, threading.current_thread()))
+      return ones(completions)
+
+    return Reward(fn, name=name, isolation='main')
+
+  rewards = [noted('b'), Reward(ones), noted('a')]
+  with Pipeline(rewards) as pipe:
+    first, second = (pipe.submit(PROMPTS, COMPLETIONS) for _ in range(2))
+    assert seen == [], 'nothing runs before its result is asked for'
+    scores = first.result()
+    here = threading.current_thread()
+    assert seen == [('b', here), ('a', here)]
+    assert first.result() is scores and len(seen) == 2
+    second.result()
+    assert seen == [('b', here), ('a', here)] * 2
+  assert (scores.values == 1).all() and set(scores.seconds) == {*'ab', 'ones'}
+
+
+def test_main_calls_do_not_wait_for_slow_rewards():
+  called = threading.Event()
+
+  def slow(completions):
+    return [float(called.wait(5))] * len(completions)
+
+  def here(completions):
+    called.set()
+    return ones(completions)
+
+  rewards = [Reward(slow), Reward(here, isolation='main')]
+  scores = score(PROMPTS, COMPLETIONS, {}, rewards)
+  assert (scores.values == 1).all()
+
+
+@pytest.mark.parametrize('error', [ValueError('x'), SystemExit(0)])
+def test_an_exception_of_a_main_call_stays_with_its_reward(error):
+  def bad(completions):
+    raise error
+
+  rewards = [
+    Reward(bad, isolation='main', fallback='ones'),
+    Reward(ones, isolation='main'),
+  ]
+  scores = score(PROMPTS, COMPLETIONS, {}, rewards)
+  assert (scores.values == 1).all() and scores.fallbacks == {'bad': 8}
+  assert scores.reasons == {'bad': {'exception': 8}}
+
+
+@pytest.mark.parametrize('returned', [[1.0], 'abcdefgh', [math.nan] * 8])
+def test_what_a_main_call_returns_is_checked_like_any_other(returned):
+  thread = one(lambda completions: returned)
+  here = one(lambda completions: returned, isolation='main')
+  assert here.reasons == thread.reasons and here.failures == thread.failures
+
+
+def test_the_keyboard_reaches_the_run_through_a_main_call():
+  def interrupted(completions):
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    one(interrupted, isolation='main')
+
+
+def test_main_calls_are_muted_and_given_up_like_any_other():
+  def bad(completions):
+    raise ValueError('x')
+
+  reward = Reward(bad, isolation='main', mute_after=1)
+  with Pipeline([reward]) as pipe:
+    pipe.score(PROMPTS, COMPLETIONS)
+    assert pipe.muted == ('bad',)
+    assert pipe.score(PROMPTS, COMPLETIONS).reasons == {'bad': {'muted': 8}}
+  with Pipeline([Reward(ones, isolation='main')]) as pipe:
+    pending = pipe.submit(PROMPTS, COMPLETIONS)
+  assert pending.result().reasons == {'ones': {'closed': 8}}
+
+
+def test_main_calls_cannot_be_pure():
+  with pytest.raises(ValueError, match='processes'):
+    Reward(ones, isolation='main', pure=True)
