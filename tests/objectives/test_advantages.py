@@ -319,6 +319,8 @@ def test_gd2po_with_nothing_kept_is_zero():
 
 def test_sa_mrpo():
   close(call('sa_mrpo', E, bounds=UNIT, gamma=0.0), call('gdpo', E), atol=1e-6)
+  # damping turns the sign of a row: -0.2712 without, +0.2461 at gamma 1
+  close(call('gdpo', E, ddof=0)[0, 1], -0.2712)
   # undeclared ranges damp nothing
   undeclared = np.full((2, 2), NAN, np.float32)
   close(call('sa_mrpo', E, bounds=undeclared), call('gdpo', E), atol=1e-6)
@@ -328,6 +330,15 @@ def test_sa_mrpo():
     call('sa_mrpo', E)
   with pytest.raises(ValueError, match=r'\[2, 2\].*\(3, 2\)'):
     call('sa_mrpo', E, bounds=np.zeros((3, 2)))
+
+
+def test_correlations_of_the_worked_example():
+  everywhere = np.ones(E.shape, bool)
+  rho = combine.correlations(E, everywhere, axis=1)[:, 0]
+  close(rho[:, 0, 1], [0, 0.3333])
+  close(rho[:, [0, 1], [0, 1]], np.ones((2, 2)))
+  z = advantages.group_normalize(E, None, eps=0.0)
+  close(combine.correlations(z, everywhere, (0, 1))[0, 0, 0, 1], 0.1667)
 
 
 def test_corr_grpo_multiplier():
