@@ -257,13 +257,12 @@ class Collector:
 
   def _finish(self, ref_params, groups, counts, scores, rounds):
     s = self.settings
+    weights = scores[-1].weights
     advantages = np.asarray(
-      self._combine(
-        groups.rewards, groups.valid, scores[-1].weights, groups.mask
-      )
+      self._combine(groups.rewards, groups.valid, weights, groups.mask)
     )
     # A row that no reward could judge, and a filler, must not train.
-    row_valid = groups.valid.any(-1) & counts[:, None]
+    row_valid = np.asarray(adv.scored(groups.valid, weights)) & counts[:, None]
     if s.mask_truncated:
       row_valid &= groups.ended
 
@@ -292,7 +291,7 @@ class Collector:
     return Experience(
       batch=batch,
       groups=groups,
-      weights=np.asarray(scores[-1].weights, np.float32),
+      weights=weights,
       advantages=advantages,
       scores=scores,
       rounds=rounds,

@@ -116,7 +116,7 @@ def experience_metrics(experience, names) -> dict[str, float]:
     'completions/clipped_ratio': float(1 - groups.ended.mean()),
     'groups/informative': float(groups.informative.mean()),
     'groups/rounds': float(experience.rounds),
-    'rows/excluded': float((~groups.valid.any(-1)).sum()),
+    'rows/excluded': float((~np.asarray(experience.batch.row_valid)).sum()),
     'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
     'num_tokens': float(lengths.sum()),
   }
