@@ -18,12 +18,16 @@ BASE = [
   'orbax-checkpoint>=0.12',
   'chex>=0.1.92',
   'numpy>=2.0',
+  'ml-dtypes>=0.5',
+  'huggingface-hub>=1.0',
   'transformers>=5.0',
   'tokenizers>=0.22',
   'jinja2>=3.1',  # chat templates
   'safetensors>=0.6',
   'gguf>=0.17',
   'math-verify>=0.9',
+  'cloudpickle>=3.0',  # reward functions from scripts, in worker processes
+  'scipy>=1.13',  # optimal matching of tool calls
   'absl-py>=2.1',
   'ml-collections>=1.0',
   'rich>=13.9',
@@ -34,18 +38,18 @@ EXTRAS = {
   'cuda12': ['jax[cuda12]>=0.10,<0.11'],
   'tpu': ['jax[tpu]>=0.10,<0.11'],
   'judged': [
-    'sentence-transformers>=5.0',
+    'torch>=2.9',
     'jiwer>=4.0',
     'sacrebleu>=2.5',
     'rouge-score>=0.1.2',
   ],
-  'code': ['ruff>=0.12', 'bandit>=1.8'],
+  'code': ['ruff>=0.17,<0.18', 'bandit>=1.8'],
   'track': ['tensorboard>=2.19', 'wandb>=0.21'],
   'dev': [
     'pytest>=8.3',
     'pytest-xdist>=3.6',
     'hypothesis>=6.130',
-    'ruff>=0.12',
+    'ruff>=0.17,<0.18',
     'psutil>=6.0',
   ],
   'bench': ['torch>=2.9', 'accelerate>=1.10', 'trl>=1.16', 'datasets>=4.0'],

@@ -17,6 +17,7 @@ _HOME = {
   'Reward': 'gdpo_jax.rewards.pipeline',
   'Scores': 'gdpo_jax.rewards.pipeline',
   'score': 'gdpo_jax.rewards.pipeline',
+  'JaxJudge': 'gdpo_jax.judge',
   'Sampling': 'gdpo_jax.sampler',
   'generate': 'gdpo_jax.sampler',
   'Policy': 'gdpo_jax.policy.policy',

@@ -15,7 +15,8 @@ _CACHE = pathlib.Path(
   os.environ.get('XDG_CACHE_HOME', pathlib.Path.home() / '.cache')
 )
 jax.config.update('jax_compilation_cache_dir', str(_CACHE / 'gdpo_jax' / 'xla'))
-jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+# Low, because a test compiles many small programs once and never again.
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.05)
 
 
 def pytest_addoption(parser):

@@ -1,1 +1,1 @@
-"""Pure functions over arrays: advantages, losses, KL, shaping. No model, no config."""
+"""Pure functions over arrays: advantages, losses, KL, shaping; no model."""

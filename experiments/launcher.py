@@ -1,0 +1,259 @@
+"""What the launchers share: config -> model, task, settings -> run -> table.
+
+The only place where `ml_collections` and `absl` meet the library. A config is
+one flat, locked `ConfigDict`: every field of `train.settings.Settings`, then
+the experiment's own (model, task, warm start).
+"""
+
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import rich.console
+from absl import app, logging
+
+from gdpo_jax import sampler, sharding
+from gdpo_jax.policy import hf, weights
+from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.policy.hf import Pretrained
+from gdpo_jax.policy.policy import make_policy
+from gdpo_jax.policy.tokenizer import byte_tokenizer
+from gdpo_jax.tasks.base import Task
+from gdpo_jax.train import loop, report, state, step, warm_start
+from gdpo_jax.train.settings import Settings
+from gdpo_jax.types import Batch, Prompts, Rollout
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
+
+
+def use_compilation_cache() -> None:
+  """Compiled programs are kept between runs, so that the second starts fast."""
+  root = os.environ.get('XDG_CACHE_HOME', pathlib.Path.home() / '.cache')
+  jax.config.update(
+    'jax_compilation_cache_dir', str(pathlib.Path(root) / 'gdpo_jax' / 'xla')
+  )
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+
+
+def settings_of(config: ml_collections.ConfigDict) -> Settings:
+  """The library's part of a config, resolved and checked."""
+  return Settings(**{name: config[name] for name in SETTINGS}).resolve()
+
+
+def model_config(config: ml_collections.ConfigDict) -> PolicyConfig | None:
+  """The model's shape where the config states it (`config.shape`)."""
+  shape = config.shape.to_dict()
+  return PolicyConfig(**shape) if shape else None
+
+
+def load_model(config: ml_collections.ConfigDict) -> Pretrained:
+  """Pretrained weights, or a byte-level model of the config's shape."""
+  if config.model != 'bytes':
+    return weights.load(config.model)
+  tokenizer = byte_tokenizer()
+  shape = dataclasses.replace(
+    model_config(config), eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id
+  )
+  params = make_policy(shape).init(jax.random.key(config.seed))
+  return Pretrained(shape, params, tokenizer)
+
+
+def policy_of(config: PolicyConfig, settings: Settings):
+  return make_policy(
+    config, compute_dtype=settings.compute_dtype, remat=settings.remat
+  )
+
+
+def run(
+  model: Pretrained,
+  task: Task,
+  settings: Settings,
+  config: ml_collections.ConfigDict,
+  directory: pathlib.Path,
+) -> loop.Result:
+  """Warm start where asked, train, then the table, the curves, the answers."""
+  console = rich.console.Console()
+  directory.mkdir(parents=True, exist_ok=True)
+  (directory / 'config.json').write_text(config.to_json(indent=2))
+  policy = policy_of(model.config, settings)
+  params = model.params
+  if config.warm_start_updates:
+    params = _warm_started(policy, model, task, settings, config, directory)
+  result = loop.train(
+    policy,
+    params,
+    model.tokenizer,
+    task,
+    settings,
+    directory,
+    heldout=task.heldout[: config.heldout],
+    eval_batch_size=config.eval_batch_size,
+  )
+  names = [reward.name for reward in task.rewards]
+  report.curves(result.history, names, directory / 'curves.png')
+  console.print(report.table(result.history, names))
+  console.print(f'run directory: {directory}', soft_wrap=True)
+  return result
+
+
+def _warm_started(policy, model, task, settings, config, directory):
+  """Supervised start, kept beside the run so that a restart does not repeat it."""
+  kept = directory / 'warm_start'
+  if kept.exists():
+    return hf.load(kept)[1]
+  mesh = sharding.make_mesh(
+    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+  )
+
+  def batches() -> Iterator[list[tuple[Any, str]]]:
+    rng = np.random.default_rng((settings.seed, 1))
+    while True:
+      yield task.demonstrate(int(rng.integers(2**31)), config.warm_start_batch)
+
+  params = warm_start.warm_start(
+    policy,
+    model.params,
+    batches(),
+    model.tokenizer,
+    settings,
+    mesh,
+    num_updates=config.warm_start_updates,
+    learning_rate=config.warm_start_rate,
+    report=lambda i, loss: print(
+      f'warm start {i}/{config.warm_start_updates}  {loss:.3f} nats/token',
+      flush=True,
+    ),
+  )
+  partial = directory / 'warm_start.partial'
+  hf.save(partial, model.config, params, dtype='float32')
+  partial.rename(kept)
+  return params
+
+
+def start(main: Callable[[list[str]], None]) -> None:
+  """`app.run`, in which a mistake of the user is a sentence, not a traceback."""
+
+  def guarded(argv):
+    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
+    try:
+      main(argv)
+    except ValueError as error:
+      if os.environ.get('GDPO_TRACEBACK'):
+        raise
+      print(f'error: {error}', file=sys.stderr)
+      sys.exit(2)
+
+  try:
+    app.run(guarded)
+  except (AttributeError, KeyError) as error:
+    # a field that no config has; ml_collections names the nearest one
+    print(f'error: no such setting: {error.args[0]}', file=sys.stderr)
+    sys.exit(2)
+
+
+def main(
+  config: ml_collections.ConfigDict,
+  task_of: Callable[[ml_collections.ConfigDict], Task],
+  run_dir: str,
+  only_build: bool,
+) -> None:
+  """Checks everything that can be checked, then loads, then runs."""
+  settings = settings_of(config)
+  if only_build:
+    shape = model_config(config) or load_model(config).config
+    for name, value in dry_run(shape, settings).items():
+      print(f'{name:24s} {value:12.2f}')
+    return
+  use_compilation_cache()
+  task = task_of(config)
+  directory = pathlib.Path(run_dir or f'runs/{task.name}')
+  run(load_model(config), task, settings, config, directory)
+
+
+def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
+  """Builds the whole step abstractly: no weights, no memory, no accelerator.
+
+  Sampler, log-probs and optimizer step are traced for the settings' own
+  shapes on a mesh of this machine's devices; returns sizes in GiB (whole job,
+  not per device).
+  """
+  policy = policy_of(config, settings)
+  optimizer = state.make_optimizer(settings)
+  mesh = sharding.make_mesh(
+    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+  )
+  params = jax.eval_shape(policy.init, jax.random.key(0))
+  train_state = state.abstract_state(policy, optimizer)
+  rows = settings.prompts_per_update * settings.group_size
+  batch = abstract_batch(settings, rows)
+  jax.eval_shape(
+    step.make_train_step(policy, optimizer, settings, mesh), train_state, batch
+  )
+  sampling = sampler.Sampling(
+    settings.group_size, settings.max_new_tokens, settings.temperature
+  )
+  prompt = (settings.prompts_per_rollout, settings.max_prompt_tokens)
+  jax.eval_shape(
+    lambda params, tokens, mask, key: sampler.generate(
+      policy, params, Prompts(tokens, mask, []), key, sampling
+    ),
+    params,
+    jax.ShapeDtypeStruct(prompt, np.int32),
+    jax.ShapeDtypeStruct(prompt, np.bool_),
+    jax.random.key(0),
+  )
+
+  def gib(tree):
+    leaves = jax.tree.leaves(tree)
+    return sum(x.size * x.dtype.itemsize for x in leaves) / 2**30
+
+  cache = (
+    2
+    * config.num_layers
+    * config.num_kv_heads
+    * config.head_dim
+    * settings.prompts_per_rollout
+    * settings.group_size
+    * (settings.max_prompt_tokens + settings.max_new_tokens)
+    * 4
+    / 2**30
+  )
+  return {
+    'parameters, millions': config.num_params / 1e6,
+    'parameters, GiB': gib(params),
+    'optimizer, GiB': gib(train_state.opt),
+    'cache of the sampler, GiB': cache,
+    'rows sampled at once': settings.prompts_per_rollout * settings.group_size,
+    'rows of a step': settings.prompts_per_step * settings.group_size,
+    'updates per step': settings.updates_per_step,
+  }
+
+
+def abstract_batch(settings: Settings, rows: int) -> Batch:
+  """Shapes of one mini-batch."""
+  prompt, new = settings.max_prompt_tokens, settings.max_new_tokens
+
+  def array(*shape, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  logp = array(rows, new)
+  return Batch(
+    rollout=Rollout(
+      prompt=array(rows, prompt, dtype='int32'),
+      prompt_mask=array(rows, prompt, dtype='bool'),
+      tokens=array(rows, new, dtype='int32'),
+      mask=array(rows, new, dtype='bool'),
+      logp=logp,
+      ended=array(rows, dtype='bool'),
+    ),
+    advantages=array(rows),
+    old_logp=logp,
+    ref_logp=logp if settings.kl_coef else None,
+    row_valid=array(rows, dtype='bool'),
+  )

@@ -1,0 +1,317 @@
+"""Tasks, and the way from their examples to batches of prompts.
+
+  Task.train [n] --encode--> token lists, the too long left out
+        --permutation(seed, epoch)--> PromptIterator --next()--> Prompts [P]
+  Task.heldout --encode, pad--> [(Prompts [P], real bool[P])]
+
+An example is a record with a 'prompt' (a string, or a list of chat messages)
+and the columns that the task's rewards ask for.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from gdpo_jax.rewards.pipeline import Reward
+from gdpo_jax.types import Prompts
+
+Message = dict[str, str]
+Example = Mapping[str, Any]
+Layout = Literal['turns', 'single']
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What is asked, and what counts as a good answer.
+
+  Attributes:
+    name: for logs and run directories.
+    train: examples to learn from.
+    heldout: examples to evaluate on; none of their prompts is in `train`.
+    rewards: K rewards with names of their own.
+    demonstrate: `(seed, n) -> [(prompt, completion)]` for a supervised warm
+      start, or None. Completions come without EOS.
+  Raises:
+    ValueError: no training examples or rewards, an example without a prompt,
+      two rewards of one name, a held-out prompt that is also trained on.
+  """
+
+  name: str
+  train: Sequence[Example]
+  heldout: Sequence[Example]
+  rewards: tuple[Reward, ...]
+  demonstrate: Callable[[int, int], list[tuple[Any, str]]] | None = None
+
+  def __post_init__(self):
+    object.__setattr__(self, 'rewards', tuple(self.rewards))
+    names = [reward.name for reward in self.rewards]
+    if not names or len(set(names)) < len(names):
+      raise ValueError(
+        f'task {self.name!r} needs rewards with names of their own, got '
+        f'{names}.'
+      )
+    if not self.train:
+      raise ValueError(f'task {self.name!r} has no training examples.')
+    for part, examples in (('train', self.train), ('heldout', self.heldout)):
+      for i, example in enumerate(examples):
+        if not example.get('prompt'):
+          raise ValueError(
+            f'task {self.name!r}: {part}[{i}] has no prompt, only '
+            f'{sorted(example)}; rename the column that holds it.'
+          )
+    trained = {_text(example['prompt']) for example in self.train}
+    shared = sum(_text(e['prompt']) in trained for e in self.heldout)
+    if shared:
+      raise ValueError(
+        f'task {self.name!r}: {shared} of {len(self.heldout)} held-out prompts '
+        'are also trained on; take them out of one side.'
+      )
+
+
+def chat_prompt(
+  question: str,
+  instruction: str,
+  worked: Sequence[tuple[str, str]] = (),
+  layout: Layout = 'turns',
+) -> list[Message]:
+  """A question after worked examples, as chat messages.
+
+  Args:
+    question: what is asked.
+    instruction: how to answer.
+    worked: (question, answer) pairs that come first.
+    layout: 'turns' puts the instruction in the system message and each worked
+      example in a turn of its own; 'single' puts all in one user message, for
+      models that want no system message.
+  """
+  if layout == 'turns':
+    messages = [{'role': 'system', 'content': instruction}]
+    for asked, answered in worked:
+      messages += [
+        {'role': 'user', 'content': asked},
+        {'role': 'assistant', 'content': answered},
+      ]
+    return [*messages, {'role': 'user', 'content': question}]
+  if layout == 'single':
+    shown = [f'Problem: {q}\n{a}' for q, a in worked]
+    last = f'Problem: {question}' if worked else question
+    content = '\n\n'.join([instruction, *shown, last])
+    return [{'role': 'user', 'content': content}]
+  raise ValueError(f"layout must be 'turns' or 'single', got {layout!r}.")
+
+
+class PromptTokenizer(Protocol):
+  """What this module needs of policy.tokenizer.Tokenizer."""
+
+  pad_id: int
+
+  def encode(self, text: str, add_bos: bool = False) -> list[int]: ...
+
+  def chat(
+    self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+  ) -> list[int]: ...
+
+
+def _encode(prompt, tokenizer: PromptTokenizer) -> list[int]:
+  """Strings get the model's BOS, if it has one; a template writes its own."""
+  if isinstance(prompt, str):
+    return tokenizer.encode(prompt, add_bos=True)
+  return tokenizer.chat(prompt, add_generation_prompt=True)
+
+
+def _pad(ids, examples, pad_id, width) -> Prompts:
+  tokens = np.full((len(ids), width), pad_id, np.int32)
+  mask = np.zeros((len(ids), width), bool)
+  for row, row_ids in enumerate(ids):
+    if row_ids:  # [-0:] would be the whole row
+      tokens[row, -len(row_ids) :] = row_ids
+      mask[row, -len(row_ids) :] = True
+  return Prompts(tokens, mask, list(examples))
+
+
+def encode_prompts(
+  examples: Sequence[Example],
+  tokenizer: PromptTokenizer,
+  max_prompt_tokens: int,
+) -> Prompts:
+  """Examples as they stand, left-padded to i32[P, max_prompt_tokens].
+
+  Raises:
+    ValueError: a prompt is longer; nothing is cut or left out here.
+  """
+  ids = [_encode(example['prompt'], tokenizer) for example in examples]
+  lengths = [len(row) for row in ids]
+  too_long = sum(length > max_prompt_tokens for length in lengths)
+  if too_long:
+    raise ValueError(
+      f'{too_long} of {len(ids)} prompts are longer than max_prompt_tokens '
+      f'{max_prompt_tokens}, the longest has {max(lengths)}; raise '
+      'max_prompt_tokens or leave those examples out.'
+    )
+  return _pad(ids, examples, tokenizer.pad_id, max_prompt_tokens)
+
+
+def evaluation_batches(
+  examples: Sequence[Example],
+  tokenizer: PromptTokenizer,
+  prompts_per_batch: int,
+  max_prompt_tokens: int,
+) -> list[tuple[Prompts, np.ndarray]]:
+  """All examples in order, in batches of one shape.
+
+  Returns:
+    `(Prompts [P], real bool[P])` per batch. The last one is filled up with
+    copies of its last example; they are False in `real` and must count for
+    nothing.
+  Raises:
+    ValueError: a prompt is too long (see encode_prompts).
+  """
+  batches = []
+  for start in range(0, len(examples), prompts_per_batch):
+    rows = list(examples[start : start + prompts_per_batch])
+    missing = prompts_per_batch - len(rows)
+    real = np.arange(prompts_per_batch) < len(rows)
+    rows += rows[-1:] * missing
+    batches.append((encode_prompts(rows, tokenizer, max_prompt_tokens), real))
+  return batches
+
+
+class PromptIterator:
+  """Batches of shuffled prompts, for ever; can be stopped and resumed anywhere.
+
+  Every epoch is a permutation of its own, drawn from (seed, epoch), in which
+  each example comes up once. Where P does not divide the number of examples, a
+  batch takes the end of one epoch and the beginning of the next.
+
+  Attributes:
+    num_examples: examples in an epoch.
+    num_too_long: examples left out, longer than `max_prompt_tokens`.
+    num_duplicates: examples kept whose prompt had come before.
+  """
+
+  def __init__(
+    self,
+    examples: Sequence[Example],
+    tokenizer: PromptTokenizer,
+    prompts_per_step: int,
+    max_prompt_tokens: int,
+    seed: int = 0,
+  ):
+    """Tokenizes all examples.
+
+    Args:
+      examples: records with a 'prompt'.
+      tokenizer: of the policy.
+      prompts_per_step: P.
+      max_prompt_tokens: Tp of every batch; shorter prompts are left-padded.
+      seed: of the order.
+    Raises:
+      ValueError: no example is left, or a number is out of range.
+    """
+    if prompts_per_step < 1 or seed < 0:
+      raise ValueError(
+        f'prompts_per_step must be at least 1 and seed at least 0, got '
+        f'{prompts_per_step} and {seed}.'
+      )
+    ids = [_encode(example['prompt'], tokenizer) for example in examples]
+    kept = [i for i, row in enumerate(ids) if len(row) <= max_prompt_tokens]
+    if not kept:
+      raise ValueError(
+        f'none of {len(ids)} prompts has at most max_prompt_tokens '
+        f'{max_prompt_tokens} tokens (the shortest has '
+        f'{min(map(len, ids), default=0)}); raise max_prompt_tokens.'
+      )
+    self._ids = [ids[i] for i in kept]
+    self._examples = [examples[i] for i in kept]
+    self._pad_id = tokenizer.pad_id
+    self._width = max_prompt_tokens
+    self._prompts_per_step = prompts_per_step
+    self._seed = seed
+    self._epoch = self._position = 0
+    self._fingerprint = _fingerprint(self._ids, self._examples)
+    self.num_examples = len(kept)
+    self.num_too_long = len(ids) - len(kept)
+    self.num_duplicates = len(kept) - len(set(map(tuple, self._ids)))
+
+  def next(self) -> Prompts:
+    """The next P prompts: tokens i32[P, Tp], mask bool[P, Tp], examples."""
+    chosen: list[int] = []
+    while len(chosen) < self._prompts_per_step:
+      order = np.random.default_rng([self._seed, self._epoch]).permutation(
+        self.num_examples
+      )
+      missing = self._prompts_per_step - len(chosen)
+      taken = order[self._position : self._position + missing]
+      chosen.extend(int(i) for i in taken)
+      self._position += len(taken)
+      if self._position == self.num_examples:
+        self._epoch, self._position = self._epoch + 1, 0
+    return _pad(
+      [self._ids[i] for i in chosen],
+      [self._examples[i] for i in chosen],
+      self._pad_id,
+      self._width,
+    )
+
+  __next__ = next
+
+  def __iter__(self) -> Iterator[Prompts]:
+    return self
+
+  @property
+  def cursor(self) -> dict[str, Any]:
+    """Where the next batch begins; plain JSON, for a checkpoint."""
+    return {
+      'epoch': self._epoch,
+      'position': self._position,
+      'seed': self._seed,
+      'fingerprint': self._fingerprint,
+    }
+
+  def restore(self, cursor: Mapping[str, Any]) -> None:
+    """Goes to where a cursor was taken; the next batches are the same again.
+
+    P may differ from then: positions count examples.
+
+    Raises:
+      ValueError: the cursor belongs to other data or another seed.
+    """
+    for key, what in (
+      ('fingerprint', 'examples, tokenizer or max_prompt_tokens'),
+      ('seed', 'seed'),
+    ):
+      if cursor[key] != self.cursor[key]:
+        raise ValueError(
+          f'this cursor was taken with other {what}: {key} {cursor[key]!r}, '
+          f'here {self.cursor[key]!r}; resume with the settings of that run, '
+          'or start a new one.'
+        )
+    epoch, position = int(cursor['epoch']), int(cursor['position'])
+    if epoch < 0 or not 0 <= position < self.num_examples:
+      raise ValueError(
+        f'cursor at epoch {epoch}, position {position} lies outside the '
+        f'{self.num_examples} examples of an epoch.'
+      )
+    self._epoch, self._position = epoch, position
+
+
+def _text(prompt) -> str:
+  return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def _fingerprint(ids, examples) -> str:
+  """Of tokens and columns: rewards read the columns, so they count as well."""
+  digest = hashlib.blake2b(digest_size=8)
+  for row, example in zip(ids, examples):
+    record = json.dumps([row, example], sort_keys=True, default=_plain)
+    digest.update(record.encode())
+  return digest.hexdigest()
+
+
+def _plain(value):
+  """Stands for what JSON cannot hold; never an address, which changes."""
+  return value.tolist() if hasattr(value, 'tolist') else type(value).__name__

@@ -1,0 +1,257 @@
+"""The training loop, to be read like the algorithm box of a paper."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+import gdpo_jax
+from gdpo_jax import sampler, sharding
+from gdpo_jax.rewards.pipeline import Pipeline
+from gdpo_jax.tasks.base import PromptIterator, Task
+from gdpo_jax.train import metrics as metrics_lib
+from gdpo_jax.train import state as state_lib
+from gdpo_jax.train.checkpoint import Checkpointer
+from gdpo_jax.train.evaluate import Evaluation, evaluate
+from gdpo_jax.train.experience import Collector, minibatches
+from gdpo_jax.train.progress import Progress
+from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.step import make_train_step
+from gdpo_jax.types import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+class Result(NamedTuple):
+  """What a finished run leaves behind."""
+
+  state: TrainState
+  history: list[dict[str, Any]]  # the rows of metrics.jsonl
+  final: Evaluation | None  # held-out answers, where this call evaluated last
+  directory: pathlib.Path
+
+
+def train(
+  policy,
+  params: Any,
+  tokenizer,
+  task: Task,
+  settings: Settings,
+  directory: pathlib.Path,
+  *,
+  heldout: list[dict[str, Any]] | None = None,
+  eval_batch_size: int = 64,
+  progress: Progress | None = None,
+  after_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> Result:
+  """Trains `params` on `task`; continues a run that `directory` holds.
+
+  Args:
+    policy, params, tokenizer: what is trained; `params` is also the reference
+      policy where `settings.kl_coef` is not 0.
+    settings: plain or resolved.
+    directory: metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and
+      heldout/STEP.jsonl (answers to held-out problems) are written here.
+    heldout: problems for evaluation, the task's own by default; [] for none.
+    after_step: called with (step, row) when a step is written.
+  Raises:
+    ValueError: settings that cannot work, or a checkpoint of another run.
+  """
+  settings = settings.resolve()
+  mesh = sharding.make_mesh(
+    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+  )
+  _check_rows(settings, mesh)
+  progress = progress or Progress()
+  heldout = task.heldout if heldout is None else heldout
+  names = tuple(reward.name for reward in task.rewards)
+  sampling = sampler.Sampling(
+    group_size=settings.group_size,
+    max_new_tokens=settings.max_new_tokens,
+    temperature=settings.temperature,
+    eos_ids=tuple(tokenizer.eos_ids),
+    pad_id=tokenizer.pad_id,
+  )
+  greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0)
+  iterator = PromptIterator(
+    task.train,
+    tokenizer,
+    settings.prompts_per_step,
+    settings.max_prompt_tokens,
+    settings.seed,
+  )
+  optimizer = state_lib.make_optimizer(settings)
+  state = state_lib.init_state(params, optimizer, settings.seed, mesh)
+  ref_params = None
+  if settings.kl_coef:
+    ref_params = jax.device_put(params, sharding.shardings(mesh, params))
+  train_step = make_train_step(policy, optimizer, settings, mesh)
+
+  with contextlib.ExitStack() as stack:
+    pipeline = stack.enter_context(Pipeline(task.rewards))
+    pipeline.check_columns(set(task.train[0]) - {'prompt'})
+    checkpointer = Checkpointer(
+      directory / 'checkpoints', settings.keep_checkpoints, settings.save_every
+    )
+    stack.callback(checkpointer.close)
+    restored = checkpointer.restore_latest(state)
+    if restored:
+      state, record = restored
+      _same_run(record['settings'], settings)
+      iterator.restore(record['cursor'])
+      _log.info('continuing %s at step %d', directory, int(state.step))
+    writer = metrics_lib.Writer(
+      directory, resume_step=int(state.step) if restored else -1
+    )
+    stack.callback(writer.close)
+    (directory / 'settings.json').write_text(
+      json.dumps(dataclasses.asdict(settings), indent=2, default=str)
+    )
+    collect = Collector(
+      policy, tokenizer, iterator, pipeline, sampling, settings, mesh
+    )
+    stop = stack.enter_context(_finish_on_sigterm())
+    progress.start(settings.num_steps, int(state.step), names)
+    stack.callback(progress.stop)
+
+    def held_out(step: int, label: str) -> Evaluation | None:
+      if not heldout:
+        return None
+      progress.note(f'evaluating {len(heldout)} held-out problems, {label}')
+      result = evaluate(
+        policy,
+        state.params,
+        tokenizer,
+        pipeline,
+        heldout,
+        greedy,
+        settings.max_prompt_tokens,
+        min(eval_batch_size, len(heldout)),
+        step,
+      )
+      writer.write(step, result.summary(), prefix='eval/')
+      result.write(directory / 'heldout' / f'{step}.jsonl')
+      return result
+
+    if not restored:
+      held_out(0, 'before training')
+    for step in range(int(state.step), settings.num_steps):
+      timer = metrics_lib.Timer()
+      key = jax.random.fold_in(state.key, step)
+      experience = collect(state.params, ref_params, key, step, timer)
+      new: dict[str, Any] = {}
+      with timer('update'):
+        for minibatch in minibatches(experience.batch, settings, key, mesh):
+          state, update = train_step(state, minibatch)
+          new = metrics_lib.merge(new, update)
+        state = state._replace(step=state.step + 1)
+        row = metrics_lib.to_host(new)
+      row |= metrics_lib.experience_metrics(experience, names)
+      row |= timer.summary()
+      cursor = iterator.cursor
+      row['epoch'] = (
+        cursor['epoch'] + cursor['position'] / iterator.num_examples
+      )
+      row['throughput/tokens_per_second'] = (
+        row['num_tokens'] * row['groups/rounds'] / timer.seconds['generate']
+      )
+      done = step + 1
+      writer.write(done, row)
+      if settings.samples_every and (
+        step % settings.samples_every == 0 or done == settings.num_steps
+      ):
+        writer.samples(done, experience, names)
+      progress.step(done, row)
+      if settings.eval_every and done % settings.eval_every == 0:
+        held_out(done, f'step {done}')
+      last = done == settings.num_steps or stop()
+      if checkpointer.due(done) or last:
+        checkpointer.save(
+          done,
+          state,
+          {
+            'cursor': cursor,
+            'settings': dataclasses.asdict(settings),
+            'versions': {
+              'gdpo_jax': gdpo_jax.__version__,
+              'jax': jax.__version__,
+            },
+          },
+        )
+      if after_step:
+        after_step(done, row)
+      if last:
+        break
+    checkpointer.wait()
+    history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
+    evaluated = any(
+      row['step'] == settings.num_steps
+      and 'eval/completions/mean_length' in row
+      for row in history
+    )
+    final = None
+    if not stop() and not evaluated:
+      final = held_out(int(state.step), 'after training')
+      history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
+  return Result(state, history, final, directory)
+
+
+def _check_rows(settings: Settings, mesh) -> None:
+  shards = sharding.num_row_shards(mesh)
+  rows = settings.prompts_per_update * settings.group_size
+  if rows % shards:
+    raise ValueError(
+      f'an update of {rows} rows (prompts_per_update '
+      f'{settings.prompts_per_update} * group_size {settings.group_size}) '
+      f'cannot be spread over {shards} devices; make it a multiple, or lower '
+      'mesh_data * mesh_fsdp.'
+    )
+
+
+def _same_run(saved: dict[str, Any], settings: Settings) -> None:
+  """Only what a longer run changes may differ from the checkpoint's settings."""
+  free = {
+    'num_steps',
+    'eval_every',
+    'save_every',
+    'keep_checkpoints',
+    'samples_every',
+  }
+  now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+  saved = json.loads(json.dumps(saved, default=str))
+  changed = [
+    f'{name}: {saved.get(name)!r} -> {value!r}'
+    for name, value in now.items()
+    if name not in free and saved.get(name) != value
+  ]
+  if changed:
+    raise ValueError(
+      'the run directory holds a checkpoint with other settings '
+      f'({"; ".join(changed)}); choose another directory, or set them back.'
+    )
+
+
+@contextlib.contextmanager
+def _finish_on_sigterm():
+  """Yields a function that says whether SIGTERM asked the run to end.
+
+  The step in flight is finished and saved. Off the main thread, where Python
+  allows no handler, SIGTERM keeps its usual meaning.
+  """
+  asked = []
+  try:
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(time.time()))
+  except ValueError:
+    yield lambda: False
+    return
+  try:
+    yield lambda: bool(asked)
+  finally:
+    signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,228 @@
+"""What a step reports, under TRL's names where TRL has one.
+
+For every reward `k`: `rewards/k/mean`, `rewards/k/std` (over the batch, raw
+values), `rewards/k/group_std` (mean over groups of the within-group deviation:
+what the advantage is made of), `rewards/k/zero_variance` (share of groups in
+which it says nothing), `rewards/k/missing` (share of rows without a value),
+`rewards/k/missing/REASON` (rows, by reason), `rewards/k/weight`.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from gdpo_jax.objectives.masked import Mean
+
+JSONL = 'metrics.jsonl'
+
+
+class Timer:
+  """Seconds by name, added up over one step."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._start = time.perf_counter()
+
+  @contextlib.contextmanager
+  def __call__(self, name: str):
+    start = time.perf_counter()
+    try:
+      yield
+    finally:
+      spent = time.perf_counter() - start
+      self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+  def total(self) -> float:
+    return time.perf_counter() - self._start
+
+  def summary(self) -> dict[str, float]:
+    return {
+      **{f'time/{name}': s for name, s in self.seconds.items()},
+      'time/step': self.total(),
+    }
+
+
+def merge(a: Mapping[str, Mean], b: Mapping[str, Mean]) -> dict[str, Mean]:
+  """Adds sums and counts, so that means over several updates stay exact."""
+  keys = {**a, **b}
+  return {
+    k: jax.tree.map(lambda x, y: x + y, a[k], b[k])
+    if k in a and k in b
+    else a.get(k, b.get(k))
+    for k in keys
+  }
+
+
+def to_host(metrics: Mapping[str, Mean]) -> dict[str, float]:
+  """One transfer; a mean over nothing is left out."""
+  return {
+    k: float(m.total) / float(m.count)
+    for k, m in jax.device_get(dict(metrics)).items()
+    if float(m.count) > 0
+  }
+
+
+def reward_metrics(
+  names, values: np.ndarray, weights: np.ndarray
+) -> dict[str, float]:
+  """Raw values f32[P, G, K] (NaN where missing) -> the `rewards/...` rows."""
+  out: dict[str, float] = {}
+  for k, name in enumerate(names):
+    raw = values[..., k].astype(np.float64)
+    seen = raw[~np.isnan(raw)]
+    prefix = f'rewards/{name}/'
+    out[prefix + 'missing'] = 1.0 - seen.size / raw.size
+    out[prefix + 'weight'] = float(weights[k])
+    if not seen.size:
+      continue
+    out[prefix + 'mean'] = float(seen.mean())
+    out[prefix + 'std'] = float(seen.std(ddof=1)) if seen.size > 1 else 0.0
+    groups = [g[~np.isnan(g)] for g in raw]
+    spread = [
+      g.std(ddof=1) if g.max() > g.min() else 0.0 for g in groups if g.size > 1
+    ]
+    if spread:
+      out[prefix + 'group_std'] = float(np.mean(spread))
+      out[prefix + 'zero_variance'] = float(np.mean(np.asarray(spread) == 0))
+  return out
+
+
+def experience_metrics(experience, names) -> dict[str, float]:
+  """Everything that the host knows about one batch, before the update."""
+  groups, weights = experience.groups, experience.weights
+  lengths = groups.mask.sum(-1)
+  total = np.where(
+    groups.valid.any(-1),
+    np.einsum(
+      'pgk,k->pg', np.where(groups.valid, groups.rewards, 0.0), weights
+    ),
+    np.nan,
+  )
+  row = {
+    **reward_metrics(names, groups.values, weights),
+    'reward': _nanmean(total),
+    'reward_std': _nanmean(_group_std(total)),
+    'frac_reward_zero_std': float(np.mean(_group_std(total) == 0)),
+    'completions/mean_length': float(lengths.mean()),
+    'completions/min_length': float(lengths.min()),
+    'completions/max_length': float(lengths.max()),
+    'completions/clipped_ratio': float(1 - groups.ended.mean()),
+    'groups/informative': float(groups.informative.mean()),
+    'groups/rounds': float(experience.rounds),
+    'rows/excluded': float((~np.asarray(experience.batch.row_valid)).sum()),
+    'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
+    'num_tokens': float(lengths.sum()),
+  }
+  if groups.ended.any():
+    row['completions/mean_terminated_length'] = float(
+      lengths[groups.ended].mean()
+    )
+  for scores in experience.scores:
+    for name, reasons in scores.reasons.items():
+      for reason, count in reasons.items():
+        key = f'rewards/{name}/missing/{reason}'
+        row[key] = row.get(key, 0.0) + float(count)
+    row.update({f'logged/{k}': float(v) for k, v in scores.metrics.items()})
+  return row
+
+
+def _nanmean(x: np.ndarray) -> float:
+  return float(np.nanmean(x)) if np.isfinite(x).any() else 0.0
+
+
+def _group_std(x: np.ndarray) -> np.ndarray:
+  """f[P]: ddof 1 over the values that exist, exactly 0 where they are equal."""
+  out = np.zeros(len(x))
+  for p, group in enumerate(x):
+    seen = group[np.isfinite(group)]
+    if seen.size > 1 and seen.max() > seen.min():
+      out[p] = seen.std(ddof=1)
+  return out
+
+
+class Writer:
+  """Appends rows to `metrics.jsonl` and samples to `samples.jsonl`.
+
+  A resumed run first cuts both files back to the step of its checkpoint, so
+  that no step stands there twice and none is missing.
+  """
+
+  def __init__(self, directory: pathlib.Path, resume_step: int = 0):
+    directory.mkdir(parents=True, exist_ok=True)
+    self._files = {}
+    for name in (JSONL, 'samples.jsonl'):
+      path = directory / name
+      if path.exists():
+        _cut_back(path, resume_step)
+      self._files[name] = path.open('a', encoding='utf-8')
+
+  def write(self, step: int, row: Mapping[str, Any], prefix: str = '') -> None:
+    values = {prefix + k: v for k, v in sorted(row.items())}
+    self._append(JSONL, {'step': step, **values})
+
+  def samples(self, step: int, experience, names, limit: int = 8) -> None:
+    """The first rows with raw rewards and advantages, to be read by people."""
+    groups = experience.groups
+    size = groups.tokens.shape[1]
+    for row in range(min(limit, groups.tokens.shape[0] * size)):
+      p, g = divmod(row, size)
+      self._append(
+        'samples.jsonl',
+        {
+          'step': step,
+          'row': row,
+          'prompt': groups.examples[p]['prompt'],
+          'completion': groups.texts[p, g],
+          'rewards': {
+            n: None if np.isnan(v) else float(v)
+            for n, v in zip(names, groups.values[p, g])
+          },
+          'advantage': float(experience.advantages[p, g]),
+        },
+      )
+
+  def _append(self, name: str, record: Mapping[str, Any]) -> None:
+    line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+    self._files[name].write(line + '\n')
+    self._files[name].flush()
+
+  def close(self) -> None:
+    for file in self._files.values():
+      file.close()
+
+
+def _strict(value):
+  """JSON has no NaN: what is not finite is written as null."""
+  if isinstance(value, Mapping):
+    return {k: _strict(v) for k, v in value.items()}
+  if isinstance(value, np.generic):
+    value = value.item()
+  if isinstance(value, float) and not np.isfinite(value):
+    return None
+  return value
+
+
+def _cut_back(path: pathlib.Path, step: int) -> None:
+  kept = []
+  for line in path.read_text(encoding='utf-8').splitlines():
+    try:
+      record = json.loads(line)
+    except json.JSONDecodeError:
+      break  # a half-written last line of a killed run
+    if record['step'] <= step:
+      kept.append(line)
+  partial = path.with_suffix('.partial')
+  partial.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
+  os.replace(partial, path)
+
+
+def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
+  with open(path, encoding='utf-8') as file:
+    return [json.loads(line) for line in file if line.strip()]

@@ -1,0 +1,117 @@
+"""The live view: one progress bar, one line per reward with its trend.
+
+On a terminal the view redraws itself; in a log file it becomes one plain line
+per step, so that both read well.
+"""
+
+import collections
+import math
+import time
+
+import rich.console
+import rich.live
+import rich.table
+import rich.text
+
+_SPARKS = '▁▂▃▄▅▆▇█'
+
+
+class Progress:
+  """`start`, then `step` for each step, then `stop`."""
+
+  def __init__(self, console: rich.console.Console | None = None, quiet=False):
+    self._console = console or rich.console.Console()
+    self._quiet = quiet
+    self._live = None
+    self._note = ''
+
+  def start(self, num_steps: int, first_step: int, names) -> None:
+    self._num_steps, self._first, self._names = num_steps, first_step, names
+    self._began = time.perf_counter()
+    self._step, self._row = first_step, {}
+    self._history = collections.defaultdict(list)
+    if self._console.is_terminal and not self._quiet:
+      self._live = rich.live.Live(
+        self._view(), console=self._console, refresh_per_second=4
+      )
+      self._live.start()
+
+  def note(self, text: str) -> None:
+    """What goes on now, when it is not a training step."""
+    self._note = text
+    if self._live:
+      self._live.update(self._view())
+    elif not self._quiet:
+      self._console.print(text)
+
+  def step(self, step: int, row: dict[str, float]) -> None:
+    self._step, self._row, self._note = step, row, ''
+    for name in self._names:
+      self._history[name].append(row.get(f'rewards/{name}/mean', math.nan))
+    if self._live:
+      self._live.update(self._view())
+    elif not self._quiet:
+      rewards = '  '.join(
+        f'{n} {self._history[n][-1]:.3f}' for n in self._names
+      )
+      self._console.print(
+        f'step {step}/{self._num_steps}  {rewards}  '
+        f'length {row["completions/mean_length"]:.1f}  '
+        f'{row["throughput/tokens_per_second"]:.0f} tokens/s  '
+        f'{self._time_left()} left',
+        soft_wrap=True,
+      )
+
+  def stop(self) -> None:
+    if self._live:
+      self._live.update(self._view())
+      self._live.stop()
+      self._live = None
+
+  def _time_left(self) -> str:
+    done = self._step - self._first
+    if not done:
+      return '--:--'
+    spent = time.perf_counter() - self._began
+    seconds = int(spent / done * (self._num_steps - self._step))
+    return f'{seconds // 60}:{seconds % 60:02d}'
+
+  def _view(self):
+    row, width = self._row, 30
+    share = self._step / self._num_steps
+    bar = '━' * round(width * share) + ' ' * (width - round(width * share))
+    head = rich.text.Text(
+      f'step {self._step}/{self._num_steps} {bar} {self._time_left()} left'
+    )
+    if row:
+      head.append(
+        f'   {row["throughput/tokens_per_second"]:.0f} tokens/s'
+        f'   length {row["completions/mean_length"]:.1f}'
+        f'   grad {row.get("grad_norm", 0.0):.2f}'
+      )
+    table = rich.table.Table(box=None, pad_edge=False)
+    for title in ('reward', 'mean', 'spread in group', 'missing', 'trend'):
+      table.add_column(title)
+    for name in self._names:
+      prefix = f'rewards/{name}/'
+      table.add_row(
+        name,
+        f'{row.get(prefix + "mean", math.nan):.3f}',
+        f'{row.get(prefix + "group_std", math.nan):.3f}',
+        f'{row.get(prefix + "missing", 0.0):.0%}',
+        sparkline(self._history[name]),
+      )
+    lines = [head, table]
+    if self._note:
+      lines.append(rich.text.Text(self._note, style='dim'))
+    return rich.console.Group(*lines)
+
+
+def sparkline(values, width: int = 40) -> str:
+  """The last `width` values as block characters, scaled to their own range."""
+  values = [v for v in values[-width:] if not math.isnan(v)]
+  if not values:
+    return ''
+  low, high = min(values), max(values)
+  span = (high - low) or 1.0
+  return ''.join(_SPARKS[int((v - low) / span * 7)] for v in values)

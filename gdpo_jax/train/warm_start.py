@@ -1,0 +1,91 @@
+"""A short supervised start: log-likelihood of demonstrations.
+
+RL can only strengthen what is sampled now and then; for a model that cannot
+reach the format at all, some steps on demonstrations come first.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gdpo_jax import sharding
+from gdpo_jax.tasks.base import encode_prompts
+from gdpo_jax.train.settings import Settings
+from gdpo_jax.types import Rollout
+
+
+def encode_demonstrations(
+  pairs: list[tuple[Any, str]], tokenizer, settings: Settings
+) -> Rollout:
+  """Prompts and completions as a `Rollout` whose behaviour log-probs are 0.
+
+  Completions get an EOS; those that do not fit are cut, without one.
+  """
+  prompts = encode_prompts(
+    [{'prompt': prompt} for prompt, _ in pairs],
+    tokenizer,
+    settings.max_prompt_tokens,
+  )
+  limit = settings.max_new_tokens
+  tokens = np.full((len(pairs), limit), tokenizer.pad_id, np.int32)
+  mask = np.zeros((len(pairs), limit), bool)
+  for i, (_, completion) in enumerate(pairs):
+    ids = [*tokenizer.encode(completion), tokenizer.eos_id][:limit]
+    tokens[i, : len(ids)], mask[i, : len(ids)] = ids, True
+  return Rollout(
+    prompt=prompts.tokens,
+    prompt_mask=prompts.mask,
+    tokens=tokens,
+    mask=mask,
+    logp=np.zeros((len(pairs), limit), np.float32),
+    ended=mask.any(-1),
+  )
+
+
+def warm_start(
+  policy,
+  params: Any,
+  batches: Iterator[list[tuple[Any, str]]],
+  tokenizer,
+  settings: Settings,
+  mesh,
+  *,
+  num_updates: int,
+  learning_rate: float,
+  report: Callable[[int, float], None] = lambda step, loss: None,
+) -> Any:
+  """Adam on the mean negative log-likelihood per token, constant rate.
+
+  Args:
+    batches: yields lists of (prompt, completion), all of one length.
+    report: called with (update, nats per token) every 50 updates.
+  Returns:
+    The new parameters; `params` is donated.
+  """
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adam(learning_rate)
+  )
+
+  def loss_fn(params, rollout):
+    logp, _ = policy.log_probs(params, rollout)
+    return -jnp.sum(jnp.where(rollout.mask, logp, 0.0)) / jnp.sum(rollout.mask)
+
+  def update(params, opt, rollout):
+    loss, grads = jax.value_and_grad(loss_fn)(params, rollout)
+    step, opt = optimizer.update(grads, opt, params)
+    return optax.apply_updates(params, step), opt, loss
+
+  update = jax.jit(update, donate_argnums=(0, 1))
+  params = jax.device_put(params, sharding.shardings(mesh, params))
+  opt = jax.jit(optimizer.init)(params)
+  for i in range(num_updates):
+    rollout = encode_demonstrations(next(batches), tokenizer, settings)
+    rollout = jax.device_put(rollout, sharding.rows(mesh))
+    params, opt, loss = update(params, opt, rollout)
+    if i % 50 == 0 or i == num_updates - 1:
+      report(i, float(loss))
+  return params

@@ -1,0 +1,180 @@
+"""One optimizer step: exact accumulation, exact skipping, exact sharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gdpo_jax import sharding
+from gdpo_jax.train import metrics, step
+from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.state import init_state
+
+GROUP = 4
+
+
+@optax.inject_hyperparams
+def _sgd(learning_rate, factor):
+  return optax.sgd(learning_rate * factor)
+
+
+def plain_sgd():
+  """Rate 1 without clipping: the parameters move by the gradient itself."""
+  return optax.chain(optax.identity(), _sgd(learning_rate=1.0, factor=1.0))
+
+
+def settings(**changes):
+  base = {
+    'prompts_per_step': 8,
+    'group_size': GROUP,
+    'max_prompt_tokens': 6,
+    'max_new_tokens': 10,
+  }
+  return Settings(**{**base, **changes}).resolve()
+
+
+def run(policy, params, batch, s, mesh=None, optimizer=None, times=1):
+  traces = []
+
+  def log_probs(*args, **kwargs):
+    traces.append(1)
+    return policy.log_probs(*args, **kwargs)
+
+  mesh = mesh or sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  optimizer = optimizer or plain_sgd()
+  state = init_state(params, optimizer, 0, mesh)
+  counted = policy._replace(log_probs=log_probs)
+  fn = step.make_train_step(counted, optimizer, s, mesh)
+  for i in range(times):
+    state, out = fn(state, batch)
+    if i == 0:
+      after_first = len(traces)
+  assert len(traces) == after_first  # the second step finds the first's program
+  return state, metrics.to_host(out)
+
+
+def gradient(params, state):
+  """What SGD at rate 1 subtracted."""
+  return jax.tree.map(lambda a, b: np.asarray(a - b), params, state.params)
+
+
+def assert_close(a, b, rtol=2e-4, atol=2e-6):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b
+  )
+
+
+@pytest.mark.parametrize('denominator', ['row', 'token', 'constant'])
+def test_micro_batches_add_up(policy, params, batch, denominator):
+  batch = batch._replace(ref_logp=batch.old_logp - 0.05)
+  coefs = {'entropy_coef': 0.1, 'kl_coef': 0.3}
+  whole = settings(denominator=denominator, **coefs)
+  expected, expected_row = run(policy, params, batch, whole)
+  s = settings(denominator=denominator, prompts_per_micro_batch=2, **coefs)
+  state, row = run(policy, params, batch, s)
+  assert_close(gradient(params, state), gradient(params, expected))
+  for name in ('loss', 'kl', 'entropy', 'clip_ratio/low_mean'):
+    assert row[name] == pytest.approx(expected_row[name], rel=1e-4), name
+
+
+def test_gradient_is_that_of_the_written_out_loss(policy, params, batch):
+  """min(ratio * A, clip(ratio) * A), mean of row means, over all 32 rows."""
+
+  def loss(params):
+    logp, _ = policy.log_probs(params, batch.rollout)
+    ratio = jnp.exp(logp - batch.old_logp)
+    a = batch.advantages[:, None]
+    term = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+    row = jnp.sum(term * batch.rollout.mask, 1) / batch.rollout.mask.sum(1)
+    return jnp.mean(row)
+
+  state, row = run(policy, params, batch, settings(prompts_per_micro_batch=2))
+  assert row['loss'] == pytest.approx(float(loss(params)), rel=1e-4)
+  assert_close(gradient(params, state), jax.grad(loss)(params))
+
+
+def test_groups_without_signal_are_skipped_and_change_nothing(
+  policy, params, batch
+):
+  s = settings(prompts_per_micro_batch=1)
+  state, row = run(policy, params, batch, s)
+  assert row['groups_in_loss'] == pytest.approx(7 / 8)
+  # A vanishing entropy term forbids skipping, and adds nothing.
+  all_groups = settings(prompts_per_micro_batch=1, entropy_coef=1e-30)
+  expected, expected_row = run(policy, params, batch, all_groups)
+  assert expected_row['groups_in_loss'] == 1.0
+  assert_close(gradient(params, state), gradient(params, expected))
+  assert row['loss'] == pytest.approx(expected_row['loss'], rel=1e-5)
+
+
+def test_no_signal_at_all_gives_loss_and_gradient_zero(policy, params, batch):
+  batch = batch._replace(advantages=np.zeros_like(batch.advantages))
+  state, row = run(policy, params, batch, settings())
+  assert row['loss'] == 0 and row['grad_norm'] == 0
+  assert row['groups_in_loss'] == 0
+  assert_close(state.params, params, atol=0)
+
+
+def test_excluded_rows_leave_numerator_and_denominator(policy, params, batch):
+  """Six groups, padded with two that do not count, equal the six alone."""
+  pad = 2 * GROUP
+  counts = np.arange(8 * GROUP) < 8 * GROUP - pad
+  padded, padded_row = run(
+    policy, params, batch._replace(row_valid=counts), settings()
+  )
+  alone = jax.tree.map(lambda x: x[:-pad], batch)
+  expected, expected_row = run(
+    policy, params, alone, settings(prompts_per_step=6)
+  )
+  assert padded_row['loss'] == pytest.approx(expected_row['loss'], rel=1e-5)
+  assert_close(gradient(params, padded), gradient(params, expected))
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+  policy, params, batch
+):
+  advantages = batch.advantages.copy()
+  advantages[5] = np.nan
+  state, row = run(
+    policy, params, batch._replace(advantages=advantages), settings()
+  )
+  assert row['skipped_updates'] == 1 and 'loss' not in row
+  assert int(state.updates) == 0
+  jax.tree.map(np.testing.assert_array_equal, state.params, params)
+
+
+def test_loss_is_zero_on_policy_but_the_gradient_is_not(policy, params, batch):
+  """A printed loss of 0 at step 1 is no fault: old == new, advantages sum to 0."""
+  logp, _ = policy.log_probs(params, batch.rollout)
+  advantages = np.tile(np.float32([1, -1, 1, -1]), 8)
+  state, row = run(
+    policy,
+    params,
+    batch._replace(old_logp=np.asarray(logp), advantages=advantages),
+    settings(),
+  )
+  assert row['loss'] == pytest.approx(0, abs=1e-6)
+  assert row['grad_norm'] > 1e-3
+
+
+MESHES = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
+
+
+@pytest.mark.parametrize('shape', MESHES, ids=str)
+def test_meshes_agree_with_one_device(policy, params, batch, shape):
+  s = settings(prompts_per_micro_batch=4)
+  expected, expected_row = run(policy, params, batch, s, times=3)
+  mesh = sharding.make_mesh(*shape)
+  state, row = run(policy, params, batch, s, mesh=mesh, times=3)
+  assert_close(
+    jax.device_get(state.params), jax.device_get(expected.params), rtol=1e-4
+  )
+  assert row['loss'] == pytest.approx(expected_row['loss'], rel=1e-4, abs=1e-6)
+  kernel = state.params['layers']['mlp']['up']['kernel']
+  assert (
+    kernel.sharding.spec
+    == sharding.shardings(mesh, {'mlp': {'up': {'kernel': kernel}}})['mlp'][
+      'up'
+    ]['kernel'].spec
+  )
