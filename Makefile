@@ -32,7 +32,7 @@ lint: $(INSTALLED)
 # Everything but what needs minutes; the tests on real weights are skipped,
 # with the reason, where the weights are not there (`make weights`).
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Kill tests, soaks and whole-data checks; pytest's --lf resumes after a failure.
 test-slow: weights
