@@ -46,11 +46,15 @@ class Checkpointer:
   def restore_latest(
     self, like: TrainState
   ) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest complete checkpoint, placed like `like`.
+    """The newest checkpoint that can be read, placed like `like`.
+
+    Returns None where there is none at all.
 
     Raises:
-      ValueError: its arrays do not have the shapes of `like`.
+      ValueError: there are checkpoints, and none can be read; a run must not
+        start anew over them.
     """
+    faults = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         got = self._manager.restore(
@@ -62,14 +66,21 @@ class Checkpointer:
             record=ocp.args.JsonRestore(),
           ),
         )
-      except (OSError, KeyError, FileNotFoundError) as error:
-        _log.warning('checkpoint %s is not complete, skipped: %s', step, error)
+      except (OSError, KeyError, ValueError) as error:
+        faults.append(f'{step} ({str(error).splitlines()[0]})')
+        _log.warning('checkpoint %s cannot be read, skipped: %s', step, error)
         continue
       state = TrainState(**got['state'])
       key = jax.device_put(
         jax.random.wrap_key_data(state.key), like.key.sharding
       )
       return state._replace(key=key), got['record']
+    if faults:
+      raise ValueError(
+        f'no checkpoint in {self._manager.directory} can be read: '
+        f'{", ".join(faults)}; restore one of them, or choose another '
+        'directory.'
+      )
     return None
 
   def wait(self) -> None:

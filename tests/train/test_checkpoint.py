@@ -30,7 +30,7 @@ def test_nothing_there(tmp_path, params):
   assert Checkpointer(tmp_path / 'c', 2, 1).restore_latest(state) is None
 
 
-@pytest.mark.parametrize('shape', [(1, 4, 1), (1, 1, 4), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize('shape', [(1, 4, 1), (2, 1, 2)], ids=str)
 def test_opens_on_another_mesh(tmp_path, params, shape):
   one = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
   state = make_state(params, one)._replace(step=jnp.int32(7))
@@ -78,3 +78,8 @@ def test_a_broken_newest_is_skipped_with_a_warning(tmp_path, params, caplog):
   )
   assert record == {'at': 1}
   assert 'checkpoint 2 ' in caplog.text
+  for file in (tmp_path / '1' / 'state').rglob('*'):
+    if file.is_file():
+      file.write_bytes(b'')
+  with pytest.raises(ValueError, match=r'no checkpoint in .* can be read: 2 '):
+    Checkpointer(tmp_path, 3, 1).restore_latest(make_state(params, mesh))
