@@ -194,15 +194,14 @@ def _generate(policy, params, tokens, mask, key, sampling, row_ids):
 def bucket_sizes(prompt_tokens: int, max_new_tokens: int) -> list[int]:
   """Numbers of cache slots, growing by 64 or by half, whichever is more.
 
-  The last token drawn is never read again, so that the last size is one less
-  than prompt and completion together; [] where a single token is drawn.
+  Multiples of 16, the width of a vector. The last token drawn is never read
+  again and needs no slot, so that [] is the answer where only one is drawn.
   """
   end = prompt_tokens + max_new_tokens - 1
-  sizes = []
-  size = prompt_tokens
+  sizes, size = [], prompt_tokens
   while size < end:
-    size += max(BUCKET, size // 2 // BUCKET * BUCKET)
-    sizes.append(min(size, end))
+    size = -(-max(size + BUCKET, size * 3 // 2) // BUCKET) * BUCKET
+    sizes.append(min(size, -(-end // 16) * 16))
   return sizes
 
 
