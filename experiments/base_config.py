@@ -30,6 +30,6 @@ def base_config() -> ml_collections.ConfigDict:
   config.heldout = 200  # held-out problems in each evaluation
   config.eval_batch_size = 64  # rows answered at once
   config.warm_start_updates = 0  # supervised updates before the first step
-  config.warm_start_rate = 1e-3
+  config.warm_start_rate = 1e-3  # the peak; see train/warm_start.py
   config.warm_start_batch = 128  # demonstrations per update
   return config.lock()

@@ -118,8 +118,8 @@ def _tiny(config):
     save_every=50,
     heldout=512,
     eval_batch_size=512,
-    warm_start_updates=600,
-    warm_start_rate=1e-3,
+    warm_start_updates=500,
+    warm_start_rate=5e-3,
   )
 
 

@@ -58,7 +58,10 @@ def warm_start(
   learning_rate: float,
   report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Any:
-  """Adam on the mean negative log-likelihood per token, constant rate.
+  """Adam on the mean negative log-likelihood per token.
+
+  The rate rises to `learning_rate` over the first 20 updates at most, then
+  falls along a cosine to a tenth of it.
 
   Args:
     batches: yields lists of (prompt, completion), all of one length.
@@ -66,9 +69,14 @@ def warm_start(
   Returns:
     The new parameters; `params` is donated.
   """
-  optimizer = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adam(learning_rate)
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0,
+    learning_rate,
+    warmup_steps=min(20, num_updates // 2),
+    decay_steps=max(2, num_updates),
+    end_value=learning_rate / 10,
   )
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 
   def loss_fn(params, rollout):
     logp, _ = policy.log_probs(params, rollout)
