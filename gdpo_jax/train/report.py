@@ -52,15 +52,16 @@ def table(history: Sequence[Row], names: Sequence[str]) -> rich.table.Table:
       mean(training[:edge], f'{key}/mean'),
       mean(training[-edge:], f'{key}/mean'),
       held(held_out[0], key) if held_out else '-',
-      held(held_out[-1], key) if held_out else '-',
+      held(held_out[-1], key) if len(held_out) > 1 else '-',
     )
   key = 'completions/mean_length'
-  ends = (held_out[0], held_out[-1]) if held_out else ({}, {})
+  first = held_out[0] if held_out else {}
+  last = held_out[-1] if len(held_out) > 1 else {}
   out.add_row(
     'length, tokens',
     mean(training[:edge], key),
     mean(training[-edge:], key),
-    *(f'{row["eval/" + key]:.1f}' if row else '-' for row in ends),
+    *(f'{row["eval/" + key]:.1f}' if row else '-' for row in (first, last)),
   )
   return out
 
