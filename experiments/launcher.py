@@ -141,6 +141,8 @@ def start(main: Callable[[list[str]], None]) -> None:
 
   def guarded(argv):
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
+    # transformers is here for tokenizers and templates, which need no torch
+    os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
     try:
       main(argv)
     except ValueError as error:

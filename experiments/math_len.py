@@ -14,7 +14,9 @@ from ml_collections import config_flags
 from gdpo_jax.tasks import math_len
 
 _CONFIG = config_flags.DEFINE_config_file(
-  'config', 'experiments/configs/math_len.py', 'FILE[:VARIANT].'
+  'config',
+  None,
+  'FILE[:VARIANT], such as experiments/configs/math_len.py:tiny.',
 )
 _RUN_DIR = flags.DEFINE_string(
   'run_dir', '', 'Where everything is written; runs/TASK by default.'
@@ -45,4 +47,5 @@ def main(argv):
 
 
 if __name__ == '__main__':
+  flags.mark_flag_as_required('config')
   launcher.start(main)
