@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
 from gdpo_jax.policy import heads
 from gdpo_jax.policy.config import PolicyConfig
@@ -217,3 +219,23 @@ def test_zero_loss_but_a_gradient():
   value, gradient = jax.value_and_grad(loss)(jnp.zeros((2, 1)))
   np.testing.assert_allclose(value, 0.0, atol=1e-7)
   np.testing.assert_allclose(gradient, [[-0.5], [0.5]], atol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_sharded_rows_and_weights(params, ragged, dtype):
+  """Four devices: rows split over one axis, the kernels as well."""
+  policy = make_policy(CONFIG, jnp.dtype(dtype), remat='dots')
+  mesh = jax.make_mesh((4,), ('data',), axis_types=(AxisType.Auto,))
+  four = jax.tree.map(lambda x: x[:4].repeat(4, 0), ragged)
+
+  def place(x):
+    spec = Spec(None, 'data') if x.ndim == 3 else Spec()
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  rows = jax.device_put(four, NamedSharding(mesh, Spec('data')))
+  tree = jax.tree.map(place, params)
+  expected, expected_gradient = GRADIENT(params, four, 4, policy)
+  got, gradient = GRADIENT(tree, rows, 4, policy)
+  close = 1e-4 if dtype == 'float32' else 5e-2
+  np.testing.assert_allclose(got[1], expected[1], atol=close)
+  assert_trees_close(gradient, expected_gradient, rtol=close)
