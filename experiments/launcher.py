@@ -155,7 +155,8 @@ def start(main: Callable[[list[str]], None]) -> None:
     app.run(guarded)
   except (AttributeError, KeyError) as error:
     # a field that no config has; ml_collections names the nearest one
-    print(f'error: no such setting: {error.args[0]}', file=sys.stderr)
+    name = str(error.args[0]).strip('"\'')
+    print(f'error: no such setting: {name}', file=sys.stderr)
     sys.exit(2)
 
 

@@ -70,7 +70,7 @@ def test_a_limit_above_the_maximum_is_refused():
   ('flag', 'message'),
   [
     ('--config.algoritm=grpo', 'Did you mean "algorithm"'),
-    ('--config.task.weights.brief=1', "no such setting: 'brief'"),
+    ('--config.task.weights.brief=1', 'no such setting: brief'),
     ('--config.group_size=1', 'a group of one has nothing to be compared with'),
   ],
 )
