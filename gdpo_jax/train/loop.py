@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 import gdpo_jax
 from gdpo_jax import sampler, sharding
@@ -95,7 +97,9 @@ def train(
   train_step = make_train_step(policy, optimizer, settings, mesh)
 
   with contextlib.ExitStack() as stack:
-    pipeline = stack.enter_context(Pipeline(task.rewards))
+    pipeline = stack.enter_context(
+      Pipeline(task.rewards, sum_counts=_sum_over_processes)
+    )
     pipeline.check_columns(set(task.train[0]) - {'prompt'})
     checkpointer = Checkpointer(
       directory / 'checkpoints', settings.keep_checkpoints, settings.save_every
@@ -201,6 +205,13 @@ def train(
       final = held_out(int(state.step), 'after training')
       history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
   return Result(state, history, final, directory)
+
+
+def _sum_over_processes(counts: np.ndarray) -> np.ndarray:
+  """Failed calls of all processes, so that each mutes the same rewards."""
+  if jax.process_count() == 1:
+    return counts
+  return np.asarray(multihost_utils.process_allgather(counts)).sum(axis=0)
 
 
 def _check_rows(settings: Settings, mesh) -> None:
