@@ -44,6 +44,7 @@ EXTRAS = {
     'rouge-score>=0.1.2',
   ],
   'code': ['ruff>=0.17,<0.18', 'bandit>=1.8'],
+  'data': ['datasets>=4.0', 'pyarrow>=20.0', 'reasoning-gym>=0.1.20'],
   'track': ['tensorboard>=2.19', 'wandb>=0.21'],
   'dev': [
     'pytest>=8.3',

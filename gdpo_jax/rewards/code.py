@@ -287,6 +287,30 @@ def runs_clean(
   )
 
 
+def no_bug(
+  completions: Sequence[Any],
+  tests: Sequence[Any],
+  program_prefix: Sequence[str] | None = None,
+  *,
+  limits: Limits | None = None,
+  **_: Any,
+) -> list[float | None]:
+  """1.0 where program and tests end with no error but wrong results, else 0.0.
+
+  A wrong result is a failed assertion of the tests. Time-outs, exits, syntax
+  errors and every other exception count as bugs.
+  """
+
+  def clean(program, row):
+    result = run(program, row, limits)
+    if result.status == 'unavailable':
+      return None
+    wrong = all(m.startswith('AssertionError') for m in result.messages)
+    return float(result.status == 'ok' and wrong)
+
+  return _over_rows(clean, _programs(completions, program_prefix), tests)
+
+
 def speed(
   completions: Sequence[Any],
   reference: Sequence[str],

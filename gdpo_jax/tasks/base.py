@@ -1,7 +1,7 @@
 """Tasks, and the way from their examples to batches of prompts.
 
   Task.train [n] --encode--> token lists, the too long left out
-        --permutation(seed, epoch)--> PromptIterator --next()--> Prompts [P]
+        --order (seed)--> PromptIterator --next()--> Prompts [P]
   Task.heldout --encode, pad--> [(Prompts [P], real bool[P])]
 
 An example is a record with a 'prompt' (a string, or a list of chat messages)
@@ -10,13 +10,16 @@ and the columns that the task's rewards ask for.
 
 import dataclasses
 import hashlib
+import inspect
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from gdpo_jax.rewards.pipeline import Reward
+from gdpo_jax.tasks.order import Curriculum, Shuffled
 from gdpo_jax.types import Prompts
 
 Message = dict[str, str]
@@ -35,6 +38,8 @@ class Task:
     rewards: K rewards with names of their own.
     demonstrate: `(seed, n) -> [(prompt, completion)]` for a supervised warm
       start, or None. Completions come without EOS.
+    curriculum: in which order examples are drawn (`tasks.order`); None: each
+      once per epoch, shuffled.
   Raises:
     ValueError: no training examples or rewards, an example without a prompt,
       two rewards of one name, a held-out prompt that is also trained on.
@@ -45,6 +50,7 @@ class Task:
   heldout: Sequence[Example]
   rewards: tuple[Reward, ...]
   demonstrate: Callable[[int, int], list[tuple[Any, str]]] | None = None
+  curriculum: Curriculum | None = None
 
   def __post_init__(self):
     object.__setattr__(self, 'rewards', tuple(self.rewards))
@@ -104,6 +110,60 @@ def chat_prompt(
   raise ValueError(f"layout must be 'turns' or 'single', got {layout!r}.")
 
 
+def load(
+  sources: Mapping[str, Callable], source: str, settings: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """(train, heldout) of the source of that name.
+
+  Raises:
+    ValueError: no such source, or a setting that it does not have.
+  """
+  if source not in sources:
+    raise ValueError(
+      f'source must be one of {sorted(sources)}, got {source!r}.'
+    )
+  known = set(inspect.signature(sources[source]).parameters)
+  if set(settings) - known:
+    raise ValueError(
+      f'source {source!r} has no setting {sorted(set(settings) - known)}; it '
+      f'has {sorted(known)}.'
+    )
+  return sources[source](**settings)
+
+
+def weighted(
+  rewards: Sequence[Reward], weights: Mapping[str, float] | None
+) -> tuple[Reward, ...]:
+  """The rewards with weights by name; those not named keep their own.
+
+  Raises:
+    ValueError: a name that no reward has.
+  """
+  names = [reward.name for reward in rewards]
+  weights = dict(weights or {})
+  if set(weights) - set(names):
+    raise ValueError(
+      f'weights are for {sorted(set(weights) - set(names))}, but the rewards '
+      f'are {names}.'
+    )
+  return tuple(
+    dataclasses.replace(r, weight=weights.get(r.name, r.weight))
+    for r in rewards
+  )
+
+
+def demonstrations(
+  examples: Sequence[Example], answer: Callable[[Example], str]
+) -> Callable[[int, int], list[tuple[Any, str]]]:
+  """`Task.demonstrate` out of examples that hold a right answer."""
+
+  def demonstrate(seed: int, n: int) -> list[tuple[Any, str]]:
+    chosen = random.Random(seed).choices(examples, k=n)
+    return [(example['prompt'], answer(example)) for example in chosen]
+
+  return demonstrate
+
+
 class PromptTokenizer(Protocol):
   """What this module needs of policy.tokenizer.Tokenizer."""
 
@@ -116,7 +176,7 @@ class PromptTokenizer(Protocol):
   ) -> list[int]: ...
 
 
-def _encode(prompt, tokenizer: PromptTokenizer) -> list[int]:
+def encode_prompt(prompt: Any, tokenizer: PromptTokenizer) -> list[int]:
   """Strings get the model's BOS, if it has one; a template writes its own."""
   if isinstance(prompt, str):
     return tokenizer.encode(prompt, add_bos=True)
@@ -143,7 +203,7 @@ def encode_prompts(
   Raises:
     ValueError: a prompt is longer; nothing is cut or left out here.
   """
-  ids = [_encode(example['prompt'], tokenizer) for example in examples]
+  ids = [encode_prompt(example['prompt'], tokenizer) for example in examples]
   lengths = [len(row) for row in ids]
   too_long = sum(length > max_prompt_tokens for length in lengths)
   if too_long:
@@ -183,9 +243,10 @@ def evaluation_batches(
 class PromptIterator:
   """Batches of shuffled prompts, for ever; can be stopped and resumed anywhere.
 
-  Every epoch is a permutation of its own, drawn from (seed, epoch), in which
-  each example comes up once. Where P does not divide the number of examples, a
-  batch takes the end of one epoch and the beginning of the next.
+  Without a curriculum every epoch is a permutation of its own, drawn from
+  (seed, epoch), in which each example comes up once. Where P does not divide
+  the number of examples, a batch takes the end of one epoch and the beginning
+  of the next.
 
   Attributes:
     num_examples: examples in an epoch.
@@ -200,6 +261,7 @@ class PromptIterator:
     prompts_per_step: int,
     max_prompt_tokens: int,
     seed: int = 0,
+    curriculum: Curriculum | None = None,
   ):
     """Tokenizes all examples.
 
@@ -209,15 +271,17 @@ class PromptIterator:
       prompts_per_step: P.
       max_prompt_tokens: Tp of every batch; shorter prompts are left-padded.
       seed: of the order.
+      curriculum: how examples are drawn; shuffled by default.
     Raises:
-      ValueError: no example is left, or a number is out of range.
+      ValueError: no example is left, a number is out of range, or the
+        curriculum does not suit the examples.
     """
     if prompts_per_step < 1 or seed < 0:
       raise ValueError(
         f'prompts_per_step must be at least 1 and seed at least 0, got '
         f'{prompts_per_step} and {seed}.'
       )
-    ids = [_encode(example['prompt'], tokenizer) for example in examples]
+    ids = [encode_prompt(example['prompt'], tokenizer) for example in examples]
     kept = [i for i, row in enumerate(ids) if len(row) <= max_prompt_tokens]
     if not kept:
       raise ValueError(
@@ -231,7 +295,11 @@ class PromptIterator:
     self._width = max_prompt_tokens
     self._prompts_per_step = prompts_per_step
     self._seed = seed
-    self._epoch = self._position = 0
+    if curriculum is None:
+      self._order = Shuffled(len(kept), (seed,))
+    else:
+      self._order = curriculum.order(self._examples, seed)
+    self._index = {id(e): i for i, e in enumerate(self._examples)}
     self._fingerprint = _fingerprint(self._ids, self._examples)
     self.num_examples = len(kept)
     self.num_too_long = len(ids) - len(kept)
@@ -239,17 +307,7 @@ class PromptIterator:
 
   def next(self) -> Prompts:
     """The next P prompts: tokens i32[P, Tp], mask bool[P, Tp], examples."""
-    chosen: list[int] = []
-    while len(chosen) < self._prompts_per_step:
-      order = np.random.default_rng([self._seed, self._epoch]).permutation(
-        self.num_examples
-      )
-      missing = self._prompts_per_step - len(chosen)
-      taken = order[self._position : self._position + missing]
-      chosen.extend(int(i) for i in taken)
-      self._position += len(taken)
-      if self._position == self.num_examples:
-        self._epoch, self._position = self._epoch + 1, 0
+    chosen = self._order.take(self._prompts_per_step)
     return _pad(
       [self._ids[i] for i in chosen],
       [self._examples[i] for i in chosen],
@@ -259,6 +317,17 @@ class PromptIterator:
 
   __next__ = next
 
+  def observe(
+    self, examples: Sequence[Example], values: Mapping[str, np.ndarray]
+  ) -> None:
+    """Tells the curriculum what became of examples that `next` gave.
+
+    Args:
+      examples: P of them, the very objects.
+      values: f32[P, G] raw rewards by name, NaN where missing.
+    """
+    self._order.observe([self._index[id(e)] for e in examples], values)
+
   def __iter__(self) -> Iterator[Prompts]:
     return self
 
@@ -266,8 +335,7 @@ class PromptIterator:
   def cursor(self) -> dict[str, Any]:
     """Where the next batch begins; plain JSON, for a checkpoint."""
     return {
-      'epoch': self._epoch,
-      'position': self._position,
+      **self._order.cursor,
       'seed': self._seed,
       'fingerprint': self._fingerprint,
     }
@@ -290,13 +358,13 @@ class PromptIterator:
           f'here {self.cursor[key]!r}; resume with the settings of that run, '
           'or start a new one.'
         )
-    epoch, position = int(cursor['epoch']), int(cursor['position'])
-    if epoch < 0 or not 0 <= position < self.num_examples:
+    if cursor.keys() != self.cursor.keys():
       raise ValueError(
-        f'cursor at epoch {epoch}, position {position} lies outside the '
-        f'{self.num_examples} examples of an epoch.'
+        'this cursor was taken with another curriculum: it has '
+        f'{sorted(cursor)}, here {sorted(self.cursor)}; resume with the '
+        'curriculum of that run, or start a new one.'
       )
-    self._epoch, self._position = epoch, position
+    self._order.restore(cursor)
 
 
 def _text(prompt) -> str:

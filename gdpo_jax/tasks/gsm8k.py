@@ -7,13 +7,11 @@ The file is the one of github.com/openai/grade-school-math: a record per line
 with 'question' and 'answer'.
 """
 
-import json
 import os
-import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
+from gdpo_jax.tasks import records
 from gdpo_jax.tasks.base import Layout, chat_prompt
 
 HUB_ID = 'openai/gsm8k'
@@ -86,36 +84,16 @@ def gsm8k(
 
 
 def _read(source: str | os.PathLike, split: str) -> list[tuple[str, str]]:
-  path = pathlib.Path(source)
-  if path.is_file():
-    with path.open(encoding='utf-8') as file:
-      lines = [line for line in file if line.strip()]
-    where = str(path)
-    records: Sequence[Any] = [
-      _parse(line, f'{where}, line {i}') for i, line in enumerate(lines, 1)
-    ]
-  elif re.fullmatch(r'[\w-]+/[\w.-]+', str(source)) and not path.suffix:
-    where = f'{source}, split {split}'
-    records = _from_hub(str(source), split)
-  else:
-    raise ValueError(
-      f'there is no file {path}. Download {split}.jsonl from '
-      'github.com/openai/grade-school-math (grade_school_math/data) and give '
-      f'its path, or give the id of a hub data set such as {HUB_ID!r}.'
-    )
-  if not records:
-    raise ValueError(f'{where} holds no problems.')
+  advice = (
+    f'Download {split}.jsonl from github.com/openai/grade-school-math '
+    '(grade_school_math/data) and give its path, or give the id of a hub data '
+    f'set such as {HUB_ID!r}.'
+  )
+  found = records.read(source, split, config='main', advice=advice)
   return [
-    _problem(record, f'{where}, record {i}')
-    for i, record in enumerate(records, 1)
+    _problem(record, f'{source}, record {i}')
+    for i, record in enumerate(found, 1)
   ]
-
-
-def _parse(line: str, where: str) -> Any:
-  try:
-    return json.loads(line)
-  except ValueError as error:
-    raise ValueError(f'{where} is not JSON: {error}.') from error
 
 
 def _problem(record: Any, where: str) -> tuple[str, str]:
@@ -131,20 +109,3 @@ def _problem(record: Any, where: str) -> tuple[str, str]:
       f'{record["answer"][-60:]!r}.'
     )
   return record['question'], gold.group(1).replace(',', '')
-
-
-def _from_hub(name: str, split: str) -> Sequence[Any]:
-  advice = (
-    f'{name!r} is no file and was taken for a data set of the Hugging Face '
-    'hub; give the path of a JSONL file instead, or '
-  )
-  try:
-    import datasets  # optional, and heavy
-  except ImportError as error:
-    raise ValueError(advice + 'run `pip install datasets`.') from error
-  try:
-    return list(datasets.load_dataset(name, 'main', split=split))
-  except Exception as error:  # whatever the network or the hub brings
-    raise ValueError(
-      f'{advice}see why it cannot be loaded: {type(error).__name__}: {error}'
-    ) from error

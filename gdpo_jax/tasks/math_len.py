@@ -13,9 +13,7 @@ eq. 8): without it, short and wrong earns as much as long and right, and a
 policy that seldom is right learns to be short.
 """
 
-import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 from gdpo_jax.rewards import answers, calls
 from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.tasks.arithmetic import arithmetic, tiny, tiny_demonstrations
-from gdpo_jax.tasks.base import Task
+from gdpo_jax.tasks.base import Task, load, weighted
 from gdpo_jax.tasks.gsm8k import gsm8k
 
 _ANSWER_LINE = re.compile(r'Answer: [-+]?[\d,]*\.?\d+')
@@ -64,6 +62,13 @@ SOURCES = {
 }
 
 
+def load_math(
+  source: str, settings: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """(train, heldout) of one of SOURCES; refuses settings it does not have."""
+  return load({k: v.load for k, v in SOURCES.items()}, source, settings)
+
+
 def math_len(
   source: str = 'arithmetic',
   *,
@@ -87,24 +92,9 @@ def math_len(
   Raises:
     ValueError: an unknown source, setting or reward, or a limit below 1.
   """
-  if source not in SOURCES:
-    raise ValueError(
-      f'source must be one of {sorted(SOURCES)}, got {source!r}.'
-    )
-  load, form, demonstrate = SOURCES[source]
-  known = set(inspect.signature(load).parameters)
-  if set(settings) - known:
-    raise ValueError(
-      f'source {source!r} has no setting {sorted(set(settings) - known)}; it '
-      f'has {sorted(known)}.'
-    )
-  names = ['correct', 'length'] + ['format'] * with_format
-  weights = dict(weights or {})
-  if set(weights) - set(names):
-    raise ValueError(
-      f'weights are for {sorted(set(weights) - set(names))}, but the rewards '
-      f'are {names} (format needs with_format=True).'
-    )
+  if 'format' in (weights or {}) and not with_format:
+    raise ValueError('a weight for format needs with_format=True.')
+  train, heldout = load_math(source, settings)
   reward = functools.partial(Reward, range=(0.0, 1.0))
   rewards = [
     reward(answers.correctness, name='correct'),
@@ -115,14 +105,11 @@ def math_len(
     ),
   ]
   if with_format:
-    rewards.append(reward(form, name='format'))
-  train, heldout = load(**settings)
+    rewards.append(reward(SOURCES[source].form, name='format'))
   return Task(
     name=f'math_len/{source}',
     train=train,
     heldout=heldout,
-    rewards=tuple(
-      dataclasses.replace(r, weight=weights.get(r.name, 1.0)) for r in rewards
-    ),
-    demonstrate=demonstrate,
+    rewards=weighted(rewards, weights),
+    demonstrate=SOURCES[source].demonstrate,
   )
