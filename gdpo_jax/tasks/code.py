@@ -133,8 +133,8 @@ def fenced(program: str) -> str:
 
 
 def generated(
-  num_train: int = 72,
-  num_heldout: int = 24,
+  num_train: int = 80,
+  num_heldout: int = 20,
   seed: int = 0,
   worked: int = 2,
   layout: Layout = 'turns',
@@ -142,8 +142,7 @@ def generated(
   """Makes small functions to write, for a chat model: no download.
 
   Args:
-    num_train, num_heldout: at most about three quarters and one quarter of the
-      104 functions.
+    num_train, num_heldout: at most 81 and 23.
     seed: of the choice and the order.
     worked: examples, 0 to 2, before the question.
     layout: see `base.chat_prompt`.

@@ -16,6 +16,7 @@ out is decided by a hash, whatever the seed and the words.
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -74,7 +75,7 @@ TOOLS = (
   ),
   Tool(
     'convert_money',
-    {'amount': tuple(range(10, 100, 5)), 'to': ('USD', 'EUR', 'JPY', 'GBP')},
+    {'amount': tuple(range(10, 60)), 'to': ('USD', 'EUR', 'JPY', 'GBP')},
     ('Convert {amount} to {to}.', 'How much is {amount} in {to}?'),
   ),
   Tool(
@@ -135,8 +136,8 @@ def generated(
   """Makes requests for a chat model.
 
   Args:
-    num_train: number of training examples; at most some 450 by default.
-    num_heldout: number of held-out examples.
+    num_train: number of training examples; at most about 350.
+    num_heldout: number of held-out examples; at most about 110.
     seed: of the choice and the order.
     worked: examples, 0 to 2, before the request.
     layout: see `base.chat_prompt`.
@@ -159,31 +160,38 @@ def generated(
   shown = [(asked, gold(t.name, args)) for t, args, asked in _WORKED[:worked]]
   rng = random.Random(seed)
   sides: tuple[list, list] = [], []
-  wanted = num_train, num_heldout
-  seen: set[str] = set()
-  for _ in range(200 * (num_train + num_heldout)):
-    if all(len(side) >= n for side, n in zip(sides, wanted)):
-      return sides
-    tool = rng.choice(tools)
-    arguments = {k: rng.choice(v) for k, v in tool.parameters.items()}
+  for tool, arguments in _in_turn(tools, rng):
     right = gold(tool.name, arguments)
-    side = _held_out(right)
-    twice = len(set(map(str, arguments.values()))) < len(arguments)
-    if right in seen or twice or len(sides[side]) >= wanted[side]:
-      continue
-    seen.add(right)
     request = rng.choice(tool.requests).format(**arguments)
-    sides[side].append(
+    sides[_held_out(right)].append(
       {
         'prompt': chat_prompt(request, instruction, shown, layout),
         'answer': right,
         'tool': tool.name,
       }
     )
-  raise ValueError(
-    f'found only {len(sides[0])} of {num_train} training and {len(sides[1])} '
-    f'of {num_heldout} held-out requests; ask for fewer.'
-  )
+  for side, wanted in zip(sides, (num_train, num_heldout)):
+    if not 0 < wanted <= len(side):
+      raise ValueError(
+        f'there are {len(sides[0])} training and {len(sides[1])} held-out '
+        f'requests, asked for {num_train} and {num_heldout}.'
+      )
+  return sides[0][:num_train], sides[1][:num_heldout]
+
+
+def _in_turn(tools: Sequence[Tool], rng: random.Random):
+  """All calls of all tools, shuffled, a tool after the other as far as it goes."""
+  queues = []
+  for tool in tools:
+    calls = [
+      dict(zip(tool.parameters, values))
+      for values in itertools.product(*tool.parameters.values())
+      if len(set(values)) == len(values)  # no train from Oslo to Oslo
+    ]
+    rng.shuffle(calls)
+    queues.append([(tool, call) for call in calls])
+  for turn in itertools.zip_longest(*queues):
+    yield from (each for each in turn if each is not None)
 
 
 def _held_out(key: str) -> bool:
