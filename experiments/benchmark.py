@@ -153,7 +153,7 @@ def measure_update(config, params, model, rollout: Rollout):
     ).resolve()
     policy = make_policy(config, jnp.dtype(dtype), settings.remat)
     optimizer = state_lib.make_optimizer(settings)
-    state = state_lib.init_state(params, optimizer, 0, mesh)
+    state = state_lib.init_state(params, optimizer, settings, mesh)
     step = make_train_step(policy, optimizer, settings, mesh)
     sides[f'gdpo_jax {dtype}'] = _stateful(step, state, batch, losses, dtype)
 

@@ -192,7 +192,7 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
   )
   params = jax.eval_shape(policy.init, jax.random.key(0))
-  train_state = state.abstract_state(policy, optimizer)
+  train_state = state.abstract_state(policy, optimizer, settings)
   rows = settings.prompts_per_update * settings.group_size
   batch = abstract_batch(settings, rows)
   jax.eval_shape(
@@ -259,4 +259,6 @@ def abstract_batch(settings: Settings, rows: int) -> Batch:
     old_logp=logp,
     ref_logp=logp if settings.kl_coef else None,
     row_valid=array(rows, dtype='bool'),
+    old_values=logp if settings.has_value_head else None,
+    returns=logp if settings.has_value_head else None,
   )

@@ -27,6 +27,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r'mlp/(gate|up)/kernel$', PartitionSpec(None, 'fsdp', 'tensor')),
   (r'mlp/down/kernel$', PartitionSpec(None, 'tensor', 'fsdp')),
   (r'norm/scale$', PartitionSpec()),
+  (r'value/kernel$', PartitionSpec()),
 )
 
 

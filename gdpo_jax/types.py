@@ -43,10 +43,12 @@ class Batch(NamedTuple):
   """All that the learner needs for one update; can be saved and replayed."""
 
   rollout: Rollout
-  advantages: Array  # f32[N]
+  advantages: Array  # f32[N], or f32[N, Tc] where they are resolved in time
   old_logp: Array  # f32[N, Tc], behaviour policy
   ref_logp: Array | None  # f32[N, Tc], None where KL is off
   row_valid: Array  # bool[N], False: the row counts for nothing
+  old_values: Array | None = None  # f32[N, Tc], where there is a value head
+  returns: Array | None = None  # f32[N, Tc], what it is trained towards
 
 
 class TrainState(NamedTuple):

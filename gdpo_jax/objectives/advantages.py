@@ -71,6 +71,7 @@ from gdpo_jax.types import Array
 __all__ = [
   'ADVANTAGES',
   'PRESETS',
+  'SUM_FIRST',
   'corr_grpo',
   'dara',
   'ddca',
@@ -141,3 +142,17 @@ ADVANTAGES = {
   'dara': dara,
   'rvpo': rvpo,
 }
+
+# The family that adds the rewards of a row up before it normalizes.
+SUM_FIRST = frozenset(
+  {
+    'grpo',
+    'dr_grpo',
+    'rloo',
+    'reinforce_pp',
+    'reinforce_pp_baseline',
+    'dvao',
+    'corr_grpo',
+    'ddca',
+  }
+)

@@ -20,6 +20,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gdpo_jax.policy.config import PolicyConfig
@@ -42,16 +43,17 @@ def rope_table(config: PolicyConfig, positions: Array) -> tuple[Array, Array]:
   Rotary embedding (arXiv:2104.09864), in the two-halves layout of HF, with
   llama-3 scaling of the frequencies where the config has it.
   """
+  # In float64, once: rounding grows with the position.
   half = config.head_dim // 2
-  frequency = config.rope_base ** (-jnp.arange(half) / half)
+  frequency = config.rope_base ** (-np.arange(half) / half)
   if (scaling := config.rope_scaling) is not None:
-    turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
+    turns = scaling.original_max_positions * frequency / (2 * np.pi)
     blend = (turns - scaling.low_freq_factor) / (
       scaling.high_freq_factor - scaling.low_freq_factor
     )
-    blend = jnp.clip(blend, 0, 1)
+    blend = np.clip(blend, 0, 1)
     frequency *= blend + (1 - blend) / scaling.factor
-  angles = positions[..., None, None] * frequency
+  angles = positions[..., None, None] * frequency.astype(np.float32)
   return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -156,22 +158,19 @@ def _attention(q, k, v, seen, shared=None):
   """
   k, v = k[:, :, :, 0], v[:, :, :, 0]
   scores = jnp.einsum('pkgrtd,pkgsd->pkgrts', q, k)
-  scores = jnp.where(seen, scores, MASKED)
-  top = scores.max(axis=-1, keepdims=True)
-  if shared is not None:
-    k_shared, v_shared, seen = shared
-    more = jnp.einsum('pkgrtd,pkcd->pkgrtc', q, k_shared)
-    more = jnp.where(seen[:, None, None, None, None, :], more, MASKED)
-    if more.shape[-1]:
-      top = jnp.maximum(top, more.max(axis=-1, keepdims=True))
-  top = jax.lax.stop_gradient(top)
-  scores = jnp.exp(scores - top)
-  total = scores.sum(axis=-1, keepdims=True)
-  out = jnp.einsum('pkgrts,pkgsd->pkgrtd', scores, v)
-  if shared is not None:
-    more = jnp.exp(more - top)
-    total += more.sum(axis=-1, keepdims=True)
-    out += jnp.einsum('pkgrtc,pkcd->pkgrtd', more, v_shared)
+  parts = [(jnp.where(seen, scores, MASKED), v, 'pkgrts,pkgsd->pkgrtd')]
+  if shared is not None and shared[2].shape[1]:
+    k, v, seen = shared
+    scores = jnp.einsum('pkgrtd,pksd->pkgrts', q, k)
+    scores = jnp.where(seen[:, None, None, None, None, :], scores, MASKED)
+    parts.append((scores, v, 'pkgrts,pksd->pkgrtd'))
+  tops = (scores.max(axis=-1, keepdims=True) for scores, _, _ in parts)
+  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
+  out, total = 0, 0
+  for scores, values, product in parts:
+    weights = jnp.exp(scores - top)
+    out += jnp.einsum(product, weights, values)
+    total += weights.sum(axis=-1, keepdims=True)
   return out / total
 
 

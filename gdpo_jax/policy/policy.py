@@ -65,7 +65,7 @@ class Policy(NamedTuple):
   config: PolicyConfig
   init: Callable[[Array], Any]
   logits: Callable[[Any, Array, Array], Array]
-  log_probs: Callable[..., tuple[Array, Array]]
+  log_probs: Callable[..., tuple[Array, ...]]
   rollout_params: Callable[..., Any]
   prefill: Callable[[Any, Array, Array], tuple[Array, Cache]]
   decode: Callable[..., tuple[Array, Cache]]
@@ -119,11 +119,13 @@ def make_policy(
     *,
     group_size: int = 1,
     temperature: float | Array = 1.0,
-  ) -> tuple[Array, Array]:
+    with_values: bool = False,
+  ) -> tuple[Array, ...]:
     """(logp, entropy), f32[N, Tc] each, of softmax(logits / temperature).
 
     Differentiable; 0 off the mask. The prompt of each `group_size` rows in a
-    row is computed once, from the first of them.
+    row is computed once, from the first of them. `with_values` adds a third,
+    the value head's on the state before each token (params['value'], f32[D]).
     """
     tokens, targets = rollout.prompt[::group_size], rollout.tokens
     mask = _at_least_one(rollout.prompt_mask[::group_size])
@@ -149,11 +151,11 @@ def make_policy(
     logp, entropy = heads.token_log_probs(
       hidden, head, targets, temperature=temperature, dtype=dtype
     )
+    scores = (logp, entropy)
+    if with_values:
+      scores += (hidden @ params['value']['kernel'],)
     zero = jnp.zeros((), jnp.float32)
-    return (
-      jnp.where(rollout.mask, logp, zero),
-      jnp.where(rollout.mask, entropy, zero),
-    )
+    return tuple(jnp.where(rollout.mask, x, zero) for x in scores)
 
   def rollout_params(params: Any, dtype: Any = None) -> Any:
     """Per-layer weights for `prefill` and `decode`, made once per rollout.
@@ -230,7 +232,7 @@ def make_policy(
     config,
     jax.jit(init),
     jax.jit(logits),
-    jax.jit(log_probs, static_argnames='group_size'),
+    jax.jit(log_probs, static_argnames=('group_size', 'with_values')),
     jax.jit(rollout_params, static_argnames='dtype'),
     jax.jit(prefill),
     jax.jit(decode),
@@ -243,4 +245,4 @@ def _positions(mask):
 
 
 def _at_least_one(mask):
-  return mask.at[:, -1].set(True)
+  return jnp.asarray(mask).at[:, -1].set(True)

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,17 +67,21 @@ def evaluate(
   max_prompt_tokens: int,
   batch_size: int,
   step: int = 0,
-) -> Evaluation:
+  stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
   """Answers `examples` in batches of `batch_size`; one compilation.
 
   The last batch is filled up with copies that count for nothing. `sampling`
-  has group size 1 and, as a rule, temperature 0.
+  has group size 1 and, as a rule, temperature 0. `stop` is asked before every
+  batch; None is returned where it says so.
   """
   key = jax.random.key(0)
   values, lengths, ended, texts = [], [], [], []
   for prompts, real in evaluation_batches(
     examples, tokenizer, batch_size, max_prompt_tokens
   ):
+    if stop():
+      return None
     count = int(real.sum())
     rollout = jax.device_get(
       sampler.generate(policy, params, prompts, key, sampling)

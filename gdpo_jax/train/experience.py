@@ -3,7 +3,9 @@
   Prompts [P] --generate--> Rollout [P*G] --score--> Scores [P*G, K]
           --shape--> rewards [P, G, K] --advantages--> [P, G] --> Batch
 
-Groups are dropped whole or kept whole, so [P, G] survives every step.
+Groups are dropped whole or kept whole, so [P, G] survives every step. Beyond
+the K declared rewards two may be added: `overlong`, and `kl`, the distance to
+the reference, known once the batch is complete.
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +16,13 @@ import numpy as np
 
 from gdpo_jax import sampler, sharding
 from gdpo_jax.objectives import advantages as adv
-from gdpo_jax.objectives import shaping
+from gdpo_jax.objectives import gae, kl, shaping
 from gdpo_jax.rewards.pipeline import Pending, Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
+from gdpo_jax.train.advantage import combine, shape_rewards
+from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.metrics import Timer
-from gdpo_jax.train.settings import Settings, asked_for
+from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
 
 
@@ -34,7 +38,9 @@ class Groups(NamedTuple):
   ended: np.ndarray  # bool[P, G]
   texts: np.ndarray  # object[P, G]
   values: np.ndarray  # f32[P, G, K], raw rewards, NaN where missing
-  rewards: np.ndarray  # f32[P, G, K], after conditions
+  held: np.ndarray  # bool[P, G, K], the reward's condition held
+  conditioned: np.ndarray  # f32[P, G, K], after conditions
+  rewards: np.ndarray  # f32[P, G, K], after normalizers as well
   valid: np.ndarray  # bool[P, G, K]
   informative: np.ndarray  # bool[P]: the aggregator tells its rows apart
 
@@ -44,8 +50,10 @@ class Experience(NamedTuple):
 
   batch: Batch
   groups: Groups
-  weights: np.ndarray  # f32[K]
-  advantages: np.ndarray  # f32[P, G]
+  names: tuple[str, ...]  # of the K rewards
+  weights: np.ndarray  # f32[K], of this step
+  advantages: np.ndarray  # f32[P, G]; where resolved in time, means over tokens
+  kl_nats: np.ndarray | None  # f32[P, G], of completions to the reference
   scores: tuple[Scores, ...]  # of every part that was sampled, in order
   rounds: int  # of sampling
 
@@ -86,44 +94,6 @@ def submit_rollout(
   )
 
 
-def combine(settings: Settings, rewards, valid, weights, mask, bounds):
-  """f32[P, G] by the chosen aggregator; one trace for a whole run."""
-  aggregate = adv.ADVANTAGES.get(settings.advantage, settings.advantage)
-  return aggregate(
-    rewards,
-    valid,
-    weights,
-    **asked_for(
-      aggregate,
-      eps=settings.advantage_eps,
-      ddof=settings.advantage_ddof,
-      whiten=settings.whiten,
-      mask=mask,
-      bounds=bounds,
-    ),
-  )
-
-
-def shape_rewards(settings: Settings, hierarchy, values, weights, mask, bounds):
-  """Conditions, and which groups tell rows apart for the chosen aggregator.
-
-  Returns:
-    rewards f32[P, G, K], valid bool[P, G, K], informative bool[P].
-  """
-  rewards, valid, _ = shaping.apply_conditions(
-    hierarchy, values, jnp.isfinite(values), mode=settings.condition_mode
-  )
-  aggregate = adv.ADVANTAGES.get(settings.advantage, settings.advantage)
-  informative = adv.informative(
-    rewards,
-    valid,
-    weights,
-    aggregator=aggregate,
-    **asked_for(aggregate, mask=mask, bounds=bounds),
-  )
-  return rewards, valid, informative
-
-
 class Collector:
   """Steps 1 to 8 of a batch; holds what does not change between steps."""
 
@@ -134,35 +104,73 @@ class Collector:
     iterator: PromptIterator,
     pipeline: Pipeline,
     sampling: sampler.Sampling,
+    controllers: Controllers,
     settings: Settings,
     mesh,
   ):
     self.policy, self.tokenizer, self.iterator = policy, tokenizer, iterator
     self.pipeline, self.sampling = pipeline, sampling
+    self.controllers = controllers
     self.settings, self.mesh = settings, mesh
     self._rows = sharding.rows(mesh)
+    declared = pipeline.rewards
+    self._declared = len(declared)
+    overlong = bool(settings.overlong_margin)
+    kl_reward = bool(settings.kl_coef) and not settings.kl_in_loss
+    kl_reward &= not settings.has_value_head  # there each token pays its own
+    extra = ('overlong',) * overlong + ('kl',) * kl_reward
+    taken = {reward.name for reward in declared} & set(extra)
+    if taken:
+      raise ValueError(
+        f'a reward is named {sorted(taken)}, as one that the settings '
+        '(overlong_share, kl_place) add; rename it.'
+      )
+    self.names = (*(reward.name for reward in declared), *extra)
     hierarchy = shaping.make_hierarchy(
-      [r.name for r in pipeline.rewards],
-      [r.condition for r in pipeline.rewards],
+      self.names[: self._declared + overlong],
+      [reward.condition for reward in declared] + [None] * overlong,
     )
     undeclared = (np.nan, np.nan)
-    bounds = np.float32([r.range or undeclared for r in pipeline.rewards])
-    self._shape = jax.jit(
-      lambda values, weights, mask: shape_rewards(
-        settings, hierarchy, values, weights, mask, bounds
-      )
+    bounds = np.float32(
+      [reward.range or undeclared for reward in declared]
+      + [(-1.0, 0.0)] * overlong
+      + [undeclared] * kl_reward
     )
+    shaped = len(bounds) - kl_reward
+
+    def shape(values, weights, mask, running):
+      def normalize(values, valid):
+        k = self._declared
+        own = controllers.normalizer.apply(
+          running, values[..., :k], valid[..., :k]
+        )
+        return jnp.concatenate([own, values[..., k:]], axis=-1)
+
+      return shape_rewards(
+        settings, hierarchy, values, weights, mask, bounds[:shaped], normalize
+      )
+
+    self._shape = jax.jit(shape)
     self._combine = jax.jit(
       lambda rewards, valid, weights, mask: combine(
         settings, rewards, valid, weights, mask, bounds
       )
     )
-    self._ref_logp = jax.jit(self._log_probs)
+    self._score = jax.jit(self._token_scores, static_argnames='with_values')
+    self._resolve = jax.jit(self._resolve_in_time)
 
   def __call__(
-    self, params: Any, ref_params: Any, key: jax.Array, step: int, timer: Timer
+    self,
+    params: Any,
+    ref_params: Any,
+    controllers: dict[str, Any],
+    key: jax.Array,
+    step: int,
+    timer: Timer,
   ) -> Experience:
     """One batch of P groups.
+
+    `controllers` are those of the state; they are read, never advanced here.
 
     With `max_rounds` > 1 (dynamic sampling, DAPO) rounds go on until P groups
     carry signal for the chosen aggregator. If they run dry, the batch is filled
@@ -173,7 +181,7 @@ class Collector:
     groups, scores = None, []
     for round_ in range(s.max_rounds):
       fresh, new_scores = self._round(
-        params, jax.random.fold_in(key, round_), step, timer
+        params, controllers, jax.random.fold_in(key, round_), step, timer
       )
       scores += new_scores
       groups = jax.tree.map(_join, groups, fresh) if groups else fresh
@@ -190,9 +198,25 @@ class Collector:
         counts[:] = False
       informative = informative[chosen]
     with timer('advantages'):
-      return self._finish(ref_params, groups, counts, tuple(scores), round_ + 1)
+      return self._finish(
+        params,
+        ref_params,
+        controllers,
+        groups,
+        counts,
+        tuple(scores),
+        round_ + 1,
+      )
 
-  def _round(self, params, key, step, timer) -> tuple[Groups, list[Scores]]:
+  def _weights(self, controllers, scores: Scores) -> np.ndarray:
+    """f32[K] of this step, without that of `kl`."""
+    overlong = np.ones(int('overlong' in self.names), np.float32)
+    declared = self.controllers.weights(controllers, scores.weights)
+    return np.concatenate([declared, overlong])
+
+  def _round(
+    self, params, controllers, key, step, timer
+  ) -> tuple[Groups, list[Scores]]:
     """P fresh groups, sampled a part at a time.
 
     While one part is sampled, the rewards look at those before it.
@@ -219,8 +243,20 @@ class Collector:
     rollout, texts = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
     values = self._grouped(np.concatenate([s.values for s in scores]))
     mask = self._grouped(rollout.mask)
-    rewards, valid, informative = jax.device_get(
-      self._shape(values, scores[-1].weights, mask)
+    if 'overlong' in self.names:
+      penalty = shaping.overlong_penalty(
+        mask.sum(-1),
+        limit_tokens=s.max_new_tokens,
+        margin_tokens=s.overlong_margin,
+      )
+      values = _append(values, penalty)
+    shaped = jax.device_get(
+      self._shape(
+        values,
+        self._weights(controllers, scores[-1]),
+        mask,
+        controllers['normalizer'],
+      )
     )
     groups = Groups(
       prompt=prompts.tokens,
@@ -232,39 +268,66 @@ class Collector:
       ended=self._grouped(rollout.ended),
       texts=self._grouped(texts),
       values=values,
-      rewards=rewards,
-      valid=valid,
-      informative=informative,
+      **shaped._asdict(),
     )
     return groups, scores
 
-  def _log_probs(self, params, rollout: Rollout) -> jax.Array:
-    """f32[N, Tc] under the trainer's distribution, a micro-batch at a time."""
+  def _token_scores(self, params, rollout: Rollout, with_values=False):
+    """Trainer's log-probs, entropies and, where asked for, values.
+
+    f32[N, Tc] each, a micro-batch at a time.
+    """
     s = self.settings
     rows = s.prompts_per_micro_batch * s.group_size
     parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), rollout)
-    logp = jax.lax.map(
+    scores = jax.lax.map(
       lambda part: self.policy.log_probs(
-        params, part, group_size=s.group_size, temperature=s.temperature
-      )[0],
+        params,
+        part,
+        group_size=s.group_size,
+        temperature=s.temperature,
+        with_values=with_values,
+      ),
       parts,
     )
-    return logp.reshape(rollout.tokens.shape)
+    return tuple(x.reshape(rollout.tokens.shape) for x in scores)
+
+  def _resolve_in_time(
+    self, params, rollout, totals, row_valid, ref_logp, coef
+  ):
+    """Advantages, returns and values, f32[N, Tc] each, by GAE.
+
+    Args:
+      totals: f32[N], the weighted sum of each row's rewards.
+      coef: f32[], of the KL that each token pays.
+    """
+    s, mask = self.settings, rollout.mask & row_valid[:, None]
+    _, entropy, values = self._token_scores(params, rollout, with_values=True)
+    in_reward = ref_logp is not None and not s.kl_in_loss
+    rewards = kl.token_rewards(
+      totals,
+      mask,
+      rollout.logp if in_reward else None,
+      ref_logp if in_reward else None,
+      coef,
+    )
+    gamma, lam = s.gae_gamma, s.gae_lambda
+    if s.gae_dynamic:
+      gamma = gae.segmented_gamma(gamma, mask)
+      lam = gae.dynamic_lambda(lam, entropy)
+    advantages, returns = gae.gae(rewards, values, mask, gamma, lam)
+    if s.whiten != 'none':
+      advantages = gae.whiten_tokens(advantages, mask)
+    return advantages, returns, values
 
   def _grouped(self, x):
     x = np.asarray(x)
     return x.reshape(-1, self.settings.group_size, *x.shape[1:])
 
-  def _finish(self, ref_params, groups, counts, scores, rounds):
+  def _finish(
+    self, params, ref_params, controllers, groups, counts, scores, rounds
+  ):
     s = self.settings
-    weights = scores[-1].weights
-    advantages = np.asarray(
-      self._combine(groups.rewards, groups.valid, weights, groups.mask)
-    )
-    # A row that no reward could judge, and a filler, must not train.
-    row_valid = np.asarray(adv.scored(groups.valid, weights)) & counts[:, None]
-    if s.mask_truncated:
-      row_valid &= groups.ended
 
     def rows(x):
       return x.reshape(-1, *x.shape[2:])
@@ -278,21 +341,64 @@ class Collector:
       ended=rows(groups.ended),
     )
     rollout = jax.device_put(rollout, self._rows)
-    batch = Batch(
-      rollout=rollout,
-      advantages=jax.device_put(
+    weights, coef = self._weights(controllers, scores[-1]), None
+    ref_logp, nats = None, None
+    if s.kl_coef:
+      ref_logp, _ = self._score(ref_params, rollout)
+      nats = kl.sequence_kl(rollout.logp, ref_logp, rollout.mask)
+      nats, coef = self._grouped(nats), controllers['kl'].coef
+    if 'kl' in self.names:
+      rewards, valid, weights = jax.device_get(
+        kl.kl_as_reward(groups.rewards, groups.valid, weights, nats, coef)
+      )
+      groups = groups._replace(
+        values=_append(groups.values, -nats),
+        held=_append(groups.held, valid[..., -1]),
+        conditioned=_append(groups.conditioned, rewards[..., -1]),
+        rewards=rewards,
+        valid=valid,
+      )
+    # A row that no reward could judge, and a filler, must not train.
+    row_valid = np.asarray(adv.scored(groups.valid, weights)) & counts[:, None]
+    if s.mask_truncated:
+      row_valid &= groups.ended
+    returns = values = None
+    if s.has_value_head:
+      totals = np.where(groups.valid, groups.rewards, 0) @ weights
+      per_token, returns, values = self._resolve(
+        params,
+        rollout,
+        rows(totals.astype(np.float32)),
+        rows(row_valid),
+        ref_logp,
+        coef,
+      )
+      count = np.maximum(groups.mask.sum(-1), 1)
+      advantages = self._grouped(per_token).sum(-1) / count
+    else:
+      advantages = np.asarray(
+        self._combine(groups.rewards, groups.valid, weights, groups.mask)
+      )
+      per_token = jax.device_put(
         rows(np.where(row_valid, advantages, 0.0)).astype(np.float32),
         self._rows,
-      ),
+      )
+    batch = Batch(
+      rollout=rollout,
+      advantages=per_token,
       old_logp=rollout.logp,
-      ref_logp=self._ref_logp(ref_params, rollout) if s.kl_coef else None,
+      ref_logp=ref_logp,
       row_valid=jax.device_put(rows(row_valid), self._rows),
+      old_values=values,
+      returns=returns,
     )
     return Experience(
       batch=batch,
       groups=groups,
+      names=self.names,
       weights=weights,
       advantages=advantages,
+      kl_nats=nats,
       scores=scores,
       rounds=rounds,
     )
@@ -323,6 +429,10 @@ def minibatches(batch: Batch, settings: Settings, key: jax.Array, mesh):
 
 def _join(a, b):
   return np.concatenate([a, b])
+
+
+def _append(x: np.ndarray, column) -> np.ndarray:
+  return np.concatenate([x, np.asarray(column)[..., None]], axis=-1)
 
 
 def _objects(items) -> np.ndarray:

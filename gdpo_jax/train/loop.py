@@ -20,12 +20,14 @@ from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.tasks.base import PromptIterator, Task
 from gdpo_jax.train import metrics as metrics_lib
 from gdpo_jax.train import state as state_lib
+from gdpo_jax.train.advantage import diagnosis, make_gradient_cosines
 from gdpo_jax.train.checkpoint import Checkpointer
+from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.evaluate import Evaluation, evaluate
 from gdpo_jax.train.experience import Collector, minibatches
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
-from gdpo_jax.train.step import make_train_step
+from gdpo_jax.train.step import make_loss, make_train_step
 from gdpo_jax.types import TrainState
 
 _log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def train(
   _check_rows(settings, mesh)
   progress = progress or Progress()
   heldout = task.heldout if heldout is None else heldout
-  names = tuple(reward.name for reward in task.rewards)
+  declared = tuple(reward.name for reward in task.rewards)
   sampling = sampler.Sampling(
     group_size=settings.group_size,
     max_new_tokens=settings.max_new_tokens,
@@ -90,10 +92,13 @@ def train(
     settings.seed,
   )
   optimizer = state_lib.make_optimizer(settings)
-  state = state_lib.init_state(params, optimizer, settings.seed, mesh)
-  ref_params = None
-  if settings.kl_coef:
-    ref_params = jax.device_put(params, sharding.shardings(mesh, params))
+  controllers = Controllers(
+    settings, declared, [r.weight for r in task.rewards]
+  )
+  state = state_lib.init_state(params, optimizer, settings, mesh, controllers)
+  frozen = None
+  if settings.kl_coef and 'reference' not in state.controllers:
+    frozen = jax.device_put(params, sharding.shardings(mesh, params))
   train_step = make_train_step(policy, optimizer, settings, mesh)
 
   with contextlib.ExitStack() as stack:
@@ -119,7 +124,21 @@ def train(
       json.dumps(dataclasses.asdict(settings), indent=2, default=str)
     )
     collect = Collector(
-      policy, tokenizer, iterator, pipeline, sampling, settings, mesh
+      policy,
+      tokenizer,
+      iterator,
+      pipeline,
+      sampling,
+      controllers,
+      settings,
+      mesh,
+    )
+    names = collect.names
+    plain = dataclasses.replace(
+      settings, kl_coef=0.0, entropy_coef=0.0, advantage='grpo'
+    )
+    gradient_cosines = make_gradient_cosines(
+      make_loss(policy, plain), settings, names
     )
     stop = stack.enter_context(_finish_on_sigterm())
     progress.start(settings.num_steps, int(state.step), names)
@@ -139,7 +158,10 @@ def train(
         settings.max_prompt_tokens,
         min(eval_batch_size, len(heldout)),
         step,
+        stop,
       )
+      if result is None:  # SIGTERM: save and go, the next run evaluates
+        return None
       writer.write(step, result.summary(), prefix='eval/')
       result.write(directory / 'heldout' / f'{step}.jsonl')
       return result
@@ -149,15 +171,44 @@ def train(
     for step in range(int(state.step), settings.num_steps):
       timer = metrics_lib.Timer()
       key = jax.random.fold_in(state.key, step)
-      experience = collect(state.params, ref_params, key, step, timer)
+      experience = collect(
+        state.params,
+        state.controllers.get('reference', frozen),
+        state.controllers,
+        key,
+        step,
+        timer,
+      )
+      row = metrics_lib.experience_metrics(experience)
+      g = experience.groups
+      shaped = (g.rewards, g.valid, experience.weights)
+      with timer('diagnosis'):
+        row |= diagnosis(settings, names, *shaped, g.held)
+        every = settings.gradient_cosine_every
+        if every and step % every == 0:
+          row |= gradient_cosines(
+            state.params, state.controllers, experience.batch, *shaped
+          )
       new: dict[str, Any] = {}
       with timer('update'):
         for minibatch in minibatches(experience.batch, settings, key, mesh):
           state, update = train_step(state, minibatch)
           new = metrics_lib.merge(new, update)
-        state = state._replace(step=state.step + 1)
-        row = metrics_lib.to_host(new)
-      row |= metrics_lib.experience_metrics(experience, names)
+        row |= metrics_lib.to_host(new)
+      row |= metrics_lib.controller_metrics(settings, state.controllers)
+      k = len(declared)
+      state = state._replace(
+        step=state.step + 1,
+        controllers=controllers.advance(
+          state.controllers,
+          state.params,
+          state.step + 1,
+          g.values[..., :k],
+          g.conditioned[..., :k],
+          g.valid[..., :k],
+          None if experience.kl_nats is None else experience.kl_nats.mean(),
+        ),
+      )
       row |= timer.summary()
       cursor = iterator.cursor
       row['epoch'] = (
@@ -171,7 +222,7 @@ def train(
       if settings.samples_every and (
         step % settings.samples_every == 0 or done == settings.num_steps
       ):
-        writer.samples(done, experience, names)
+        writer.samples(done, experience)
       progress.step(done, row)
       if settings.eval_every and done % settings.eval_every == 0:
         held_out(done, f'step {done}')

@@ -94,7 +94,17 @@ def reward_metrics(
   return out
 
 
-def experience_metrics(experience, names) -> dict[str, float]:
+def controller_metrics(settings, controllers) -> dict[str, float]:
+  """The coefficients that this step used."""
+  row = {}
+  if settings.kl_coef:
+    row['kl/coef'] = float(controllers['kl'].coef)
+  if settings.entropy_coef:
+    row['entropy_coef'] = float(controllers['entropy_coef'])
+  return row
+
+
+def experience_metrics(experience) -> dict[str, float]:
   """Everything that the host knows about one batch, before the update."""
   groups, weights = experience.groups, experience.weights
   lengths = groups.mask.sum(-1)
@@ -106,7 +116,7 @@ def experience_metrics(experience, names) -> dict[str, float]:
     np.nan,
   )
   row = {
-    **reward_metrics(names, groups.values, weights),
+    **reward_metrics(experience.names, groups.values, weights),
     'reward': _nanmean(total),
     'reward_std': _nanmean(_group_std(total)),
     'frac_reward_zero_std': float(np.mean(_group_std(total) == 0)),
@@ -120,6 +130,8 @@ def experience_metrics(experience, names) -> dict[str, float]:
     'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
     'num_tokens': float(lengths.sum()),
   }
+  if experience.kl_nats is not None:
+    row['kl/nats_per_sequence'] = float(experience.kl_nats.mean())
   if groups.ended.any():
     row['completions/mean_terminated_length'] = float(
       lengths[groups.ended].mean()
@@ -167,7 +179,7 @@ class Writer:
     values = {prefix + k: v for k, v in sorted(row.items())}
     self._append(JSONL, {'step': step, **values})
 
-  def samples(self, step: int, experience, names, limit: int = 8) -> None:
+  def samples(self, step: int, experience, limit: int = 8) -> None:
     """The first rows with raw rewards and advantages, to be read by people."""
     groups = experience.groups
     size = groups.tokens.shape[1]
@@ -182,7 +194,7 @@ class Writer:
           'completion': groups.texts[p, g],
           'rewards': {
             n: None if np.isnan(v) else float(v)
-            for n, v in zip(names, groups.values[p, g])
+            for n, v in zip(experience.names, groups.values[p, g])
           },
           'advantage': float(experience.advantages[p, g]),
         },

@@ -41,6 +41,32 @@ ALGORITHMS = {
     'advantage': 'grpo',
     'whiten': 'none',
     'max_rounds': 4,
+    'overlong_share': 0.2,  # 4,096 of 20,480 tokens
+  },
+  # arXiv 2507.18071 and 2506.13585: another ratio, the advantages of GRPO.
+  'gspo': {
+    'policy_loss': 'gspo',
+    'denominator': 'row',
+    'clip_low': 3e-4,
+    'clip_high': 4e-4,
+    'advantage': 'grpo',
+    'whiten': 'none',
+  },
+  'cispo': {
+    'policy_loss': 'cispo',
+    'denominator': 'token',
+    'clip_low': 1.0,  # no lower bound
+    'clip_high': 0.28,
+    'advantage': 'grpo',
+    'whiten': 'none',
+  },
+  # arXiv 1707.06347 with a value head: the weighted sum of the rewards on the
+  # last token, advantages by GAE, whitened over the tokens.
+  'ppo': {
+    **_GRPO_LOSS,
+    'denominator': 'token',
+    'advantage': 'gae',
+    'whiten': 'token',
   },
 }
 # Every other published way to combine rewards, in GRPO's loss, with the batch
@@ -49,7 +75,16 @@ for _name, _function in advantages.ADVANTAGES.items():
   if _name not in ALGORITHMS:
     _whiten = inspect.signature(_function).parameters['whiten'].default
     ALGORITHMS[_name] = {**_GRPO_LOSS, 'advantage': _name, 'whiten': _whiten}
-_UNSET = {'max_rounds': 1}
+# ... and the setting that each schedule of the weights needs.
+WEIGHT_SCHEDULES = {
+  'constant': None,
+  'piecewise': 'weight_milestones',
+  'linear': 'weight_milestones',
+  'cosine': 'weight_milestones',
+  'gap_driven': 'weight_targets',
+  'lagrangian': 'weight_constraints',
+}
+_UNSET = {'max_rounds': 1, 'overlong_share': 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +93,13 @@ class Settings:
 
   # What is optimized.
   algorithm: str = 'gdpo'  # a row of ALGORITHMS
-  advantage: str | None = None  # a name in objectives.advantages.ADVANTAGES
+  # a name in objectives.advantages.ADVANTAGES or PRESETS, or 'gae'
+  advantage: str | None = None
   whiten: str | None = None  # batch step: 'none', 'sequence' or 'token'
-  advantage_eps: float = 1e-4  # added to standard deviations
-  advantage_ddof: int = 1  # 1: sample, 0: population standard deviation
+  # added to standard deviations; None: 1e-4, or that of the preset
+  advantage_eps: float | None = None
+  # 1: sample, 0: population standard deviation; None: 1, or as the preset
+  advantage_ddof: int | None = None
   condition_mode: str = 'zero'  # unmet condition: 'zero' or 'missing'
   policy_loss: str | None = None  # a name in objectives.losses.LOSSES
   denominator: str | None = None  # 'row', 'token' or 'constant'
@@ -70,9 +108,44 @@ class Settings:
   )
   clip_high: float | None = None  # ... and above 1 + clip_high
   dual_clip: float | None = None  # bound c > 1 for negative advantages
+  clip_target_kl: float | None = None  # adaptive clip: nats per token
   kl_coef: float = 0.0  # 0: no reference policy is kept
-  kl_estimator: str = 'k3'  # 'k1', 'k2' or 'k3'
+  kl_estimator: str = 'k3'  # in the loss: 'k1', 'k2' or 'k3'
+  # 'loss', or 'reward': as one more reward with weight kl_coef. A method that
+  # sums first thereby subtracts it from the total, one that normalizes first
+  # normalizes it like the others, and PPO takes it off each token's reward.
+  kl_place: str = 'loss'
+  kl_controller: str = 'constant'  # 'constant', 'adaptive' or 'moving_target'
+  kl_target: float = 6.0  # of the controller, nats per sequence
+  kl_gain: float = 0.1  # of the controller
+  reference_every: int = 0  # steps between refreshes of the reference; 0: never
+  reference_decay: float = 0.0  # EMA of the parameters as reference; 0: none
   entropy_coef: float = 0.0  # bonus per nat of token entropy
+  # the clipped term is multiplied by 1 + 0.1 entropy_coef
+  entropy_scaled_clip: bool = False
+
+  # What the rewards count.
+  weight_schedule: str = 'constant'  # or a name in WEIGHT_SCHEDULES
+  # 'piecewise', 'linear', 'cosine': ((step, (w_1, ..., w_K)), ...) from step 0
+  weight_milestones: tuple = ()
+  weight_targets: tuple = ()  # 'gap_driven': K batch means of raw rewards
+  # 'lagrangian': ((reward, '<=' or '>=', limit of the batch mean), ...)
+  weight_constraints: tuple = ()
+  weight_rate: float = 0.1  # 'lagrangian': of a multiplier, per step
+  weight_max: float = 10.0  # 'lagrangian': largest multiplier
+  normalizers: str | tuple = (
+    'none'  # 'none', 'sigmoid' or 'running'; or K names
+  )
+  # soft overlong penalty (DAPO) as one more reward of weight 1: grows from 0 to
+  # -1 over this last share of max_new_tokens; 0: none
+  overlong_share: float | None = None
+
+  # The value head (advantage 'gae').
+  gae_gamma: float = 1.0
+  gae_lambda: float = 0.95
+  gae_dynamic: bool = False  # lambda by token entropy, segmented gamma
+  value_coef: float = 0.5
+  value_clip: float = 0.2
 
   # How much, how often.
   num_steps: int = 100  # rollout batches
@@ -111,6 +184,7 @@ class Settings:
   save_every: int = 20  # checkpoints; 0: only at the end
   keep_checkpoints: int = 2
   samples_every: int = 10  # completions written to samples.jsonl; 0: never
+  gradient_cosine_every: int = 0  # costs K backward passes of a micro-batch
 
   def resolve(self) -> 'Settings':
     """Fills in what the algorithm chooses, then checks the whole.
@@ -132,6 +206,23 @@ class Settings:
     for name in ('prompts_per_rollout', 'prompts_per_update'):
       if getattr(self, name) is None:
         filled[name] = self.prompts_per_step
+    if self.policy_loss not in (None, row['policy_loss']):
+      # Another loss has another band: 0.2 would never clip a GSPO ratio.
+      default = inspect.signature(
+        losses.LOSSES.get(self.policy_loss, losses.clipped)
+      ).parameters
+      for name in ('clip_low', 'clip_high'):
+        if getattr(self, name) is None and name in default:
+          # CISPO has no lower bound: ratios are above 0 anyway.
+          filled[name] = default[name].default or 1.0
+    preset = advantages.PRESETS.get(filled.get('advantage', self.advantage))
+    for name, usual in (('eps', 1e-4), ('ddof', 1)):
+      if getattr(self, f'advantage_{name}') is None:
+        filled[f'advantage_{name}'] = (
+          inspect.signature(preset).parameters[name].default
+          if preset
+          else usual
+        )
     settings = dataclasses.replace(self, **filled)
     if settings.prompts_per_micro_batch is None:
       settings = dataclasses.replace(
@@ -141,7 +232,11 @@ class Settings:
     return settings
 
   def _check(self):
-    _choice('advantage', self.advantage, advantages.ADVANTAGES)
+    _choice(
+      'advantage',
+      self.advantage,
+      {*advantages.ADVANTAGES, *advantages.PRESETS, 'gae'},
+    )
     _choice('whiten', self.whiten, ('none', 'sequence', 'token'))
     _choice('policy_loss', self.policy_loss, losses.LOSSES)
     _choice('denominator', self.denominator, ('row', 'token', 'constant'))
@@ -166,7 +261,9 @@ class Settings:
         raise ValueError(
           f'{name} must be at least 1, got {getattr(self, name)}.'
         )
-    if self.group_size < 2:
+    if self.group_size < 1 or (
+      self.group_size == 1 and self.advantage != 'gae'
+    ):
       raise ValueError(
         f'group_size is {self.group_size}: a group of one has nothing to be '
         'compared with, every advantage would be 0; set group_size to 2 or more.'
@@ -195,8 +292,70 @@ class Settings:
         raise ValueError(f'{name} must be positive, got {getattr(self, name)}.')
     if not 0 <= self.warmup_share < 1:
       raise ValueError(f'warmup_share is in [0, 1), got {self.warmup_share}.')
-    if self.kl_coef < 0:
-      raise ValueError(f'kl_coef must not be negative, got {self.kl_coef}.')
+    for name in ('kl_coef', 'entropy_coef', 'value_coef'):
+      if getattr(self, name) < 0:
+        raise ValueError(
+          f'{name} must not be negative, got {getattr(self, name)}.'
+        )
+    self._check_controllers()
+
+  def _check_controllers(self):
+    _choice('kl_place', self.kl_place, ('loss', 'reward'))
+    _choice(
+      'kl_controller',
+      self.kl_controller,
+      ('constant', 'adaptive', 'moving_target'),
+    )
+    _choice('weight_schedule', self.weight_schedule, WEIGHT_SCHEDULES)
+    needed = WEIGHT_SCHEDULES[self.weight_schedule]
+    for name in ('weight_milestones', 'weight_targets', 'weight_constraints'):
+      if name == needed and not getattr(self, name):
+        raise ValueError(
+          f'weight_schedule {self.weight_schedule!r} needs {name}.'
+        )
+      if name != needed and getattr(self, name):
+        raise ValueError(
+          f'{name} is set, but weight_schedule {self.weight_schedule!r} does '
+          f'not look at it; set weight_schedule, or leave {name} out.'
+        )
+    moving = self.reference_every or self.reference_decay
+    if not self.kl_coef and (self.kl_controller != 'constant' or moving):
+      raise ValueError(
+        'a KL controller or a moving reference needs a KL term; set kl_coef '
+        'above 0.'
+      )
+    if self.reference_every and self.reference_decay:
+      raise ValueError(
+        'reference_every and reference_decay exclude each other; set one to 0.'
+      )
+    if self.reference_every < 0 or not 0 <= self.reference_decay < 1:
+      raise ValueError(
+        f'reference_every is at least 0 and reference_decay in [0, 1), got '
+        f'{self.reference_every} and {self.reference_decay}.'
+      )
+    if not 0 <= self.overlong_share <= 1:
+      raise ValueError(
+        f'overlong_share is a share of max_new_tokens, in [0, 1], got '
+        f'{self.overlong_share}.'
+      )
+    if self.clip_target_kl is not None and self.policy_loss != 'clipped':
+      raise ValueError(
+        f'clip_target_kl adapts the clip of policy_loss clipped, not of '
+        f'{self.policy_loss!r}.'
+      )
+
+  @property
+  def has_value_head(self) -> bool:
+    return self.advantage == 'gae'
+
+  @property
+  def kl_in_loss(self) -> bool:
+    return bool(self.kl_coef) and self.kl_place == 'loss'
+
+  @property
+  def overlong_margin(self) -> int:
+    """Tokens before the limit in which the overlong penalty grows; 0: none."""
+    return round(self.overlong_share * self.max_new_tokens)
 
   @property
   def updates_per_step(self) -> int:

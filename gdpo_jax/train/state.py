@@ -1,5 +1,6 @@
 """The optimizer, and the state that a checkpoint holds."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from gdpo_jax import sharding
+from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import TrainState
 
@@ -56,48 +58,90 @@ def learning_rate(opt_state: Any) -> jax.Array:
   return hyper['learning_rate'] * hyper['factor']
 
 
-def abstract_state(
-  policy, optimizer: optax.GradientTransformation
+def _start(
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  settings: Settings,
+  controllers: Controllers,
 ) -> TrainState:
-  """Shapes and dtypes of the state; nothing is computed."""
+  if settings.has_value_head and 'value' not in params:
+    # Zeros: every value starts at 0, and the trunk feels nothing of it.
+    width = params['embed']['embedding'].shape[1]
+    params = {**params, 'value': {'kernel': jnp.zeros((width,), jnp.float32)}}
+  # two buffers: a buffer that is there twice could not be donated
+  step, updates = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+  return TrainState(
+    step,
+    updates,
+    params,
+    optimizer.init(params),
+    controllers.init(params),
+    jax.random.key(settings.seed),
+  )
+
+
+def abstract_state(
+  policy,
+  optimizer: optax.GradientTransformation,
+  settings: Settings,
+) -> TrainState:
+  """Shapes and dtypes of the state, for one reward; nothing is computed."""
+  controllers = _of_one_reward(settings)
 
   def init(key):
-    params = policy.init(key)
-    zero = jnp.int32(0)
-    return TrainState(zero, zero, params, optimizer.init(params), {}, key)
+    return _start(policy.init(key), optimizer, settings, controllers)
 
   return jax.eval_shape(init, jax.random.key(0))
 
 
+def _of_one_reward(settings: Settings) -> Controllers:
+  """The state's tree does not depend on how many rewards there are."""
+  plain = dataclasses.replace(
+    settings, weight_schedule='constant', normalizers='none'
+  )
+  return Controllers(plain, ('reward',), (1.0,))
+
+
 def state_shardings(mesh, state: TrainState) -> TrainState:
-  """Shardings for every leaf: the table for params and optimizer, else whole."""
+  """Shardings for every leaf: the table for params, optimizer and reference,
+  else whole.
+  """
   whole = sharding.replicated(mesh)
+  controllers = jax.tree.map(lambda _: whole, state.controllers)
+  if 'reference' in controllers:
+    reference = state.controllers['reference']
+    controllers['reference'] = sharding.shardings(mesh, reference)
   return TrainState(
     step=whole,
     updates=whole,
     params=sharding.shardings(mesh, state.params),
     opt=sharding.shardings(mesh, state.opt),
-    controllers=jax.tree.map(lambda _: whole, state.controllers),
+    controllers=controllers,
     key=whole,
   )
 
 
 def init_state(
-  params: Any, optimizer: optax.GradientTransformation, seed: int, mesh
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  settings: Settings,
+  mesh,
+  controllers: Controllers | None = None,
 ) -> TrainState:
-  """Places a copy of `params` on the mesh and starts the optimizer beside it.
+  """Places a copy of `params` on the mesh and starts the rest beside it.
 
   A copy, because a training step donates the state that it is given.
+
+  Args:
+    controllers: of the run's rewards; by default those of a run with one.
   """
-  placed = sharding.shardings(mesh, params)
-  params = jax.jit(
-    lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=placed
-  )(params)
-  opt_shape = jax.eval_shape(optimizer.init, params)
-  opt = jax.jit(
-    optimizer.init, out_shardings=sharding.shardings(mesh, opt_shape)
-  )(params)
-  # two buffers: a buffer that is there twice could not be donated
-  step, updates = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-  state = TrainState(step, updates, params, opt, {}, jax.random.key(seed))
-  return jax.device_put(state, state_shardings(mesh, state))
+  if controllers is None:
+    controllers = _of_one_reward(settings)
+
+  def init(params):
+    return _start(
+      jax.tree.map(jnp.copy, params), optimizer, settings, controllers
+    )
+
+  placed = state_shardings(mesh, jax.eval_shape(init, params))
+  return jax.jit(init, out_shardings=placed)(params)

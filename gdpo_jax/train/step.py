@@ -11,6 +11,7 @@ loss or gradient.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,43 +46,84 @@ def loss_denominator(settings: Settings, mask: Array) -> Array:
 
 
 def make_loss(policy, settings: Settings) -> Callable:
-  """`(params, batch, denominator) -> (f32[], Metrics)`, a sum over the rows."""
+  """The loss of one optimizer step as a sum over rows.
+
+  `(params, controllers, batch, denominator) -> (f32[], Metrics)`
+  """
   policy_loss = losses.LOSSES.get(settings.policy_loss, settings.policy_loss)
+
+  def loss_fn(params, controllers, batch: Batch, denominator):
+    mask = row_mask(batch)
+    logp, entropy, *values = policy.log_probs(
+      params,
+      batch.rollout,
+      group_size=settings.group_size,
+      temperature=settings.temperature,
+      with_values=settings.has_value_head,
+    )
+    clip = clip_of(settings, controllers['update_kl'])
+    surrogate = (logp, batch.old_logp, batch.advantages, mask)
+    loss = policy_loss(
+      *surrogate,
+      denominator,
+      **asked_for(
+        policy_loss,
+        **clip,
+        entropy_scale=settings.entropy_scaled_clip * settings.entropy_coef,
+      ),
+    )
+    metrics = {
+      'entropy': Mean.of(entropy, mask),
+      'sampler_mismatch': Mean.of(jnp.abs(logp - batch.old_logp), mask),
+      'kl/to_sampler': Mean.of(kl.k3(logp, batch.old_logp), mask),
+    }
+    by_sequence = policy_loss is losses.gspo
+    fractions = losses.clip_fractions(*surrogate, **clip, sequence=by_sequence)
+    for name, share in fractions.items():
+      metrics[f'clip_ratio/{name}_mean'] = share
+    if batch.ref_logp is not None:
+      metrics['kl'] = Mean.of(kl.k3(logp, batch.ref_logp), mask)
+    if settings.kl_in_loss:
+      loss += controllers['kl'].coef * kl.kl_loss(
+        logp, batch.ref_logp, mask, denominator, settings.kl_estimator
+      )
+    if settings.entropy_coef:
+      loss += losses.entropy_bonus(
+        entropy, mask, denominator, controllers['entropy_coef']
+      )
+    if settings.has_value_head:
+      value_loss = losses.value_loss(
+        values[0],
+        batch.old_values,
+        batch.returns,
+        mask,
+        denominator,
+        settings.value_clip,
+      )
+      loss += settings.value_coef * value_loss
+      error = jnp.square(batch.returns - values[0])
+      metrics |= {
+        'value/mean': Mean.of(values[0], mask),
+        'value/squared_error': Mean.of(error, mask),
+      }
+    return loss, jax.lax.stop_gradient(metrics)
+
+  return loss_fn
+
+
+def clip_of(settings: Settings, update_kl: Array) -> dict[str, Any]:
+  """The band of the importance ratio, which may follow the measured KL."""
   clip = {
     'clip_low': settings.clip_low,
     'clip_high': settings.clip_high,
     'dual_clip': settings.dual_clip,
   }
-  loss_clip = asked_for(policy_loss, **clip)
-
-  def loss_fn(params, batch: Batch, denominator):
-    mask = row_mask(batch)
-    logp, entropy = policy.log_probs(
-      params,
-      batch.rollout,
-      group_size=settings.group_size,
-      temperature=settings.temperature,
-    )
-    surrogate = (logp, batch.old_logp, batch.advantages, mask)
-    loss = policy_loss(*surrogate, denominator, **loss_clip)
-    metrics = {
-      'entropy': Mean.of(entropy, mask),
-      'sampler_mismatch': Mean.of(jnp.abs(logp - batch.old_logp), mask),
-    }
-    for name, share in losses.clip_fractions(*surrogate, **clip).items():
-      metrics[f'clip_ratio/{name}_mean'] = share
-    if batch.ref_logp is not None:
-      loss += settings.kl_coef * kl.kl_loss(
-        logp, batch.ref_logp, mask, denominator, settings.kl_estimator
+  if settings.clip_target_kl is not None:
+    for name in ('clip_low', 'clip_high'):
+      clip[name] = losses.adaptive_clip(
+        update_kl, settings.clip_target_kl, clip[name]
       )
-      metrics['kl'] = Mean.of(kl.k3(logp, batch.ref_logp), mask)
-    if settings.entropy_coef:
-      loss += losses.entropy_bonus(
-        entropy, mask, denominator, settings.entropy_coef
-      )
-    return loss, jax.lax.stop_gradient(metrics)
-
-  return loss_fn
+  return clip
 
 
 def make_train_step(
@@ -95,8 +137,10 @@ def make_train_step(
   grad_fn = jax.value_and_grad(make_loss(policy, settings), has_aux=True)
   group, micro = settings.group_size, settings.prompts_per_micro_batch
   num_micro = settings.prompts_per_update // micro
-  # With a KL or an entropy term a group without advantages still has a gradient.
-  may_skip = not settings.kl_coef and not settings.entropy_coef
+  # With another term a group without advantages still has a gradient.
+  may_skip = not (
+    settings.kl_in_loss or settings.entropy_coef or settings.has_value_head
+  )
 
   def by_micro_batch(x, order):
     """[N, ...] -> [micro-batches, rows, ...], whole groups in `order`."""
@@ -105,8 +149,9 @@ def make_train_step(
 
   def train_step(state: TrainState, batch: Batch):
     denominator = loss_denominator(settings, row_mask(batch))
+    pushed = (batch.advantages != 0).reshape(batch.row_valid.shape[0], -1)
     alive = jnp.any(
-      ((batch.advantages != 0) & batch.row_valid).reshape(-1, group), axis=1
+      (jnp.any(pushed, axis=1) & batch.row_valid).reshape(-1, group), axis=1
     )
     if may_skip:
       order = jnp.argsort(~alive, stable=True)
@@ -123,7 +168,9 @@ def make_train_step(
         rows, denominator = jax.lax.with_sharding_constraint(
           (rows, denominator), sharding.rows(mesh)
         )
-      (loss, metrics), grads = grad_fn(state.params, rows, denominator)
+      (loss, metrics), grads = grad_fn(
+        state.params, state.controllers, rows, denominator
+      )
       return loss, metrics, grads
 
     def add(i, total):
@@ -154,7 +201,19 @@ def make_train_step(
       ),
       'learning_rate': Mean(state_lib.learning_rate(opt), one),
     }
+    # A batch without a single token says nothing about the KL.
+    update_kl = metrics['kl/to_sampler']
+    measured = finite & (update_kl.count > 0)
+    controllers = dict(
+      state.controllers,
+      update_kl=jnp.where(
+        measured,
+        update_kl.total / jnp.maximum(update_kl.count, 1),
+        state.controllers['update_kl'],
+      ),
+    )
     new = state._replace(
+      controllers=controllers,
       updates=state.updates + finite.astype(jnp.int32),
       params=jax.tree.map(keep, params, state.params),
       opt=jax.tree.map(keep, opt, state.opt),
@@ -164,7 +223,7 @@ def make_train_step(
   # Pinned at the boundary, so that the state comes out as it went in and the
   # second step finds the program of the first.
   placed = state_lib.state_shardings(
-    mesh, state_lib.abstract_state(policy, optimizer)
+    mesh, state_lib.abstract_state(policy, optimizer, settings)
   )
   return jax.jit(
     train_step,

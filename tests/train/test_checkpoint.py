@@ -12,8 +12,9 @@ from gdpo_jax.train.settings import Settings
 
 
 def make_state(params, mesh):
-  optimizer = state_lib.make_optimizer(Settings().resolve())
-  return state_lib.init_state(params, optimizer, 3, mesh)
+  settings = Settings(seed=3).resolve()
+  optimizer = state_lib.make_optimizer(settings)
+  return state_lib.init_state(params, optimizer, settings, mesh)
 
 
 def assert_equal(a, b):

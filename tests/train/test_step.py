@@ -43,7 +43,7 @@ def run(policy, params, batch, s, mesh=None, optimizer=None, times=1):
 
   mesh = mesh or sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
   optimizer = optimizer or plain_sgd()
-  state = init_state(params, optimizer, 0, mesh)
+  state = init_state(params, optimizer, s, mesh)
   counted = policy._replace(log_probs=log_probs)
   fn = step.make_train_step(counted, optimizer, s, mesh)
   for i in range(times):
