@@ -216,13 +216,14 @@ class Settings:
           # CISPO has no lower bound: ratios are above 0 anyway.
           filled[name] = default[name].default or 1.0
     preset = advantages.PRESETS.get(filled.get('advantage', self.advantage))
-    for name, usual in (('eps', 1e-4), ('ddof', 1)):
-      if getattr(self, f'advantage_{name}') is None:
-        filled[f'advantage_{name}'] = (
-          inspect.signature(preset).parameters[name].default
-          if preset
-          else usual
-        )
+    own = inspect.signature(preset).parameters if preset else {}
+    for name, field, usual in (
+      ('eps', 'advantage_eps', 1e-4),
+      ('ddof', 'advantage_ddof', 1),
+      ('whiten', 'whiten', filled.get('whiten')),
+    ):
+      if getattr(self, field) is None:
+        filled[field] = own[name].default if preset else usual
     settings = dataclasses.replace(self, **filled)
     if settings.prompts_per_micro_batch is None:
       settings = dataclasses.replace(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_runs import byte_model, digits, settings, short, task, train
 
+from gdpo_jax.objectives.advantages import PRESETS
 from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.train import advantage, step
 from gdpo_jax.train.controllers import Controllers
@@ -179,6 +180,20 @@ def test_another_loss_has_another_band():
   assert (s.clip_low, s.clip_high) == (3e-4, 4e-4)
   assert settings(policy_loss='gspo', clip_low=0.1).resolve().clip_low == 0.1
   assert settings(advantage='verl').resolve().advantage_eps == 1e-6
+
+
+@pytest.mark.parametrize('preset', sorted(PRESETS))
+def test_a_preset_has_its_own_constants_through_the_settings(preset):
+  s = settings(advantage=preset).resolve()
+  rewards = np.random.default_rng(1).random((4, 4, 2)).astype(np.float32)
+  rewards[0, 0] = np.nan
+  valid, mask = np.isfinite(rewards), np.ones((4, 4, 8), bool)
+  mask[1, :, 3:] = False
+  weights = np.float32([1, 2])
+  expected = PRESETS[preset](rewards, valid, weights, mask=mask)
+  bounds = np.full((2, 2), np.nan, np.float32)
+  got = advantage.combine(s, rewards, valid, weights, mask, bounds)
+  np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 def test_ppo_trains_a_value_head_that_learns_the_return(model, tmp_path):
