@@ -3,7 +3,9 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Callable, Mapping
 
+import data_choice
 import ml_collections
 from ml_collections import config_dict
 
@@ -25,6 +27,7 @@ def base_config() -> ml_collections.ConfigDict:
       config[field.name] = config_dict.placeholder(kind)
   # A known name, a GGUF file, a directory or an id in the hub's format; 'bytes'
   # is a byte-level model of `shape` with random weights.
+  config.experiment = ''  # the launcher, so that a run can be opened again
   config.model = 'smollm2-135m'
   config.shape = ml_collections.ConfigDict()  # fields of PolicyConfig
   config.heldout = 200  # held-out problems in each evaluation
@@ -32,4 +35,28 @@ def base_config() -> ml_collections.ConfigDict:
   config.warm_start_updates = 0  # supervised updates before the first step
   config.warm_start_rate = 1e-3  # the peak; see train/warm_start.py
   config.warm_start_batch = 128  # demonstrations per update
+  config.data = data_choice.default()
   return config.lock()
+
+
+def variant_config(
+  experiment: str,
+  variants: Mapping[str, Callable[[ml_collections.ConfigDict], None]],
+  variant: str,
+) -> ml_collections.ConfigDict:
+  """The config of one variant; `config.task` is the variant's to fill.
+
+  Args:
+    experiment: name of the launcher, `experiments/NAME.py`.
+    variants: functions that set what differs from the base.
+  """
+  if variant not in variants:
+    raise ValueError(
+      f'unknown variant {variant!r}; choose from {", ".join(variants)}.'
+    )
+  config = base_config()
+  with config.unlocked():
+    config.experiment = experiment
+    config.task = ml_collections.ConfigDict()
+    variants[variant](config)
+  return config

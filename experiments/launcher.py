@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import data_choice
 import jax
 import ml_collections
 import numpy as np
 import rich.console
-from absl import app, logging
+from absl import app, flags, logging
+from ml_collections import config_flags
 
 from gdpo_jax import sampler, sharding
 from gdpo_jax.policy import hf, weights
@@ -136,6 +138,31 @@ def _warm_started(policy, model, task, settings, config, directory):
   return params
 
 
+def experiment(
+  task_of: Callable[[ml_collections.ConfigDict], Task],
+) -> None:
+  """The whole of a launcher: its flags, then `main`."""
+  config = config_flags.DEFINE_config_file(
+    'config',
+    None,
+    'FILE[:VARIANT], such as experiments/configs/math_len.py:tiny.',
+  )
+  run_dir = flags.DEFINE_string(
+    'run_dir', '', 'Where everything is written; runs/TASK by default.'
+  )
+  only_build = flags.DEFINE_bool(
+    'dry_run', False, 'Only build the whole step abstractly, print its sizes.'
+  )
+  flags.mark_flag_as_required('config')
+
+  def run_it(argv):
+    if len(argv) > 1:
+      raise app.UsageError(f'unexpected arguments {argv[1:]}.')
+    main(config.value, task_of, run_dir.value, only_build.value)
+
+  start(run_it)
+
+
 def start(main: Callable[[list[str]], None]) -> None:
   """`app.run`, in which a mistake of the user is a sentence, not a traceback."""
 
@@ -174,7 +201,7 @@ def main(
       print(f'{name:24s} {value:12.2f}')
     return
   use_compilation_cache()
-  task = task_of(config)
+  task = data_choice.apply(task_of(config), config.data)
   directory = pathlib.Path(run_dir or f'runs/{task.name}')
   run(load_model(config), task, settings, config, directory)
 

@@ -8,22 +8,8 @@ A run that was stopped goes on when the same command is given again.
 """
 
 import launcher
-from absl import app, flags
-from ml_collections import config_flags
 
 from gdpo_jax.tasks import math_len
-
-_CONFIG = config_flags.DEFINE_config_file(
-  'config',
-  None,
-  'FILE[:VARIANT], such as experiments/configs/math_len.py:tiny.',
-)
-_RUN_DIR = flags.DEFINE_string(
-  'run_dir', '', 'Where everything is written; runs/TASK by default.'
-)
-_DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Only build the whole step abstractly and print its sizes.'
-)
 
 
 def task_of(config):
@@ -40,12 +26,5 @@ def task_of(config):
   return math_len.math_len(**task)
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}.')
-  launcher.main(_CONFIG.value, task_of, _RUN_DIR.value, _DRY_RUN.value)
-
-
 if __name__ == '__main__':
-  flags.mark_flag_as_required('config')
-  launcher.start(main)
+  launcher.experiment(task_of)

@@ -14,18 +14,13 @@ Cost and expected result of each stand in the README.
 """
 
 import ml_collections
-from base_config import base_config
+import shapes
+from base_config import variant_config
 
 
 def get_config(variant: str = 'smollm2') -> ml_collections.ConfigDict:
-  if variant not in VARIANTS:
-    raise ValueError(
-      f'unknown variant {variant!r}; choose from {", ".join(VARIANTS)}.'
-    )
-  config = base_config()
+  config = variant_config('math_len', VARIANTS, variant)
   with config.unlocked():
-    config.task = ml_collections.ConfigDict()
-    VARIANTS[variant](config)
     # 0 makes a reward that is only logged; 'format' counts with with_format
     config.task.weights = ml_collections.ConfigDict(
       {'correct': 1.0, 'length': 1.0, 'format': 1.0}
@@ -85,20 +80,7 @@ def _gsm8k(config):
 
 def _tiny(config):
   config.model = 'bytes'
-  config.shape = ml_collections.ConfigDict(
-    {
-      'family': 'llama',
-      'vocab_size': 260,  # 256 bytes, end, pad; a multiple of 4 for meshes
-      'width': 64,
-      'num_layers': 2,
-      'num_heads': 4,
-      'num_kv_heads': 4,
-      'head_dim': 16,
-      'mlp_width': 192,
-      'max_positions': 128,
-      'tied': True,
-    }
-  )
+  config.shape = ml_collections.ConfigDict(shapes.TINY)
   config.task.update(
     source='tiny',
     limit_tokens=11,
@@ -163,55 +145,19 @@ def _paper(config):
   )
 
 
-def _qwen2(width, num_heads, num_kv_heads, mlp_width, vocab_size):
-  return {
-    'family': 'qwen2',
-    'vocab_size': vocab_size,
-    'width': width,
-    'num_layers': 28,
-    'num_heads': num_heads,
-    'num_kv_heads': num_kv_heads,
-    'head_dim': 128,
-    'mlp_width': mlp_width,
-    'max_positions': 131072,
-    'rope_base': 1e4,
-    'norm_eps': 1e-6,
-    'qkv_bias': True,
-  }
-
-
 def _r1_1p5b(config):
   _paper(config)
-  config.model = 'deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B'
-  config.shape = ml_collections.ConfigDict(_qwen2(1536, 12, 2, 8960, 151936))
+  shapes.use(config, 'r1_1p5b')
 
 
 def _r1_7b(config):
   _paper(config)
-  config.model = 'deepseek-ai/DeepSeek-R1-Distill-Qwen-7B'
-  config.shape = ml_collections.ConfigDict(_qwen2(3584, 28, 4, 18944, 152064))
+  shapes.use(config, 'r1_7b')
 
 
 def _qwen3_4b(config):
   _paper(config)
-  config.model = 'Qwen/Qwen3-4B-Instruct-2507'
-  config.shape = ml_collections.ConfigDict(
-    {
-      'family': 'qwen3',
-      'vocab_size': 151936,
-      'width': 2560,
-      'num_layers': 36,
-      'num_heads': 32,
-      'num_kv_heads': 8,
-      'head_dim': 128,
-      'mlp_width': 9728,
-      'max_positions': 262144,
-      'rope_base': 5e6,
-      'norm_eps': 1e-6,
-      'tied': True,
-      'qk_norm': True,
-    }
-  )
+  shapes.use(config, 'qwen3_4b')
 
 
 VARIANTS = {
