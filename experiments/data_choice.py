@@ -3,6 +3,7 @@
 import dataclasses
 
 import ml_collections
+from ml_collections import config_dict
 
 from gdpo_jax.tasks import order, select
 from gdpo_jax.tasks.base import Task
@@ -15,8 +16,8 @@ def default() -> ml_collections.ConfigDict:
   data = ml_collections.ConfigDict()
   data.unique = False  # leave out prompts that came before
   data.column = ''  # difficulty: a level, or a success rate of an earlier run
-  data.at_least = float('-inf')  # bounds of that column, included
-  data.at_most = float('inf')
+  data.at_least = config_dict.placeholder(float)  # bounds of that column,
+  data.at_most = config_dict.placeholder(float)  # included
   data.curriculum = 'none'  # 'shares' of `column`, or by 'success'
   data.shares = (7, 2, 1)  # easy, middle, hard in every batch
   data.reward = 'correct'  # whose success rate 'success' watches
@@ -40,7 +41,7 @@ def apply(task: Task, data: ml_collections.ConfigDict) -> Task:
     raise ValueError(
       f'data.reward is {data.reward!r}, but the rewards are {names}.'
     )
-  bounded = (data.at_least, data.at_most) != (float('-inf'), float('inf'))
+  bounded = data.at_least is not None or data.at_most is not None
   if bounded and not data.column:
     raise ValueError('data.at_least and data.at_most need data.column.')
   if data.unique or bounded:
@@ -48,8 +49,8 @@ def apply(task: Task, data: ml_collections.ConfigDict) -> Task:
       task.train,
       unique=data.unique,
       column=data.column if bounded else None,
-      at_least=data.at_least if bounded else None,
-      at_most=data.at_most if bounded else None,
+      at_least=data.at_least,
+      at_most=data.at_most,
     )
     print(f'{len(kept.examples)} examples; left out: {kept.dropped}')
     task = dataclasses.replace(task, train=kept.examples)

@@ -6,6 +6,7 @@ the experiment's own (model, task, warm start).
 """
 
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import sys
@@ -52,6 +53,24 @@ def model_config(config: ml_collections.ConfigDict) -> PolicyConfig | None:
   """The model's shape where the config states it (`config.shape`)."""
   shape = config.shape.to_dict()
   return PolicyConfig(**shape) if shape else None
+
+
+def task_function(
+  experiment: str,
+) -> Callable[[ml_collections.ConfigDict], Task]:
+  """`task_of` of `experiments/NAME.py`, found by path: `code` is also a module
+  of the standard library."""
+  here = pathlib.Path(__file__).parent
+  path = here / f'{experiment}.py'
+  known = sorted(p.stem for p in (here / 'configs').glob('*.py'))
+  if experiment not in known:
+    raise ValueError(
+      f'no experiment {experiment!r}; there are {", ".join(known)}.'
+    )
+  spec = importlib.util.spec_from_file_location(f'{experiment}_launcher', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.task_of
 
 
 def load_model(config: ml_collections.ConfigDict) -> Pretrained:
