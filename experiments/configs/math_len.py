@@ -108,7 +108,8 @@ def _tiny(config):
 def _tiny_collapse(config):
   _tiny(config)
   config.task.conditioned = False
-  config.learning_rate = 3e-4
+  config.learning_rate = 1e-3
+  config.num_steps = 60
 
 
 def _paper(config):
