@@ -17,6 +17,8 @@ _HOME = {
   'Reward': 'gdpo_jax.rewards.pipeline',
   'Scores': 'gdpo_jax.rewards.pipeline',
   'score': 'gdpo_jax.rewards.pipeline',
+  'GDPOConfig': 'gdpo_jax.trainer',
+  'GDPOTrainer': 'gdpo_jax.trainer',
   'JaxJudge': 'gdpo_jax.judge',
   'Sampling': 'gdpo_jax.sampler',
   'generate': 'gdpo_jax.sampler',
