@@ -102,6 +102,7 @@ def test_trains_evaluates_saves_and_goes_on(model, tmp_path):
   assert [r['step'] for r in again.train().history][-1] == 3
 
 
+@pytest.mark.slow
 def test_a_trl_script_runs_after_changing_the_names(model, tmp_path):
   pytest.importorskip('datasets')
   hf.save(tmp_path / 'model', *model, dtype='float32')
