@@ -11,13 +11,16 @@ A step costs one uniform number per row: a token is found by inverting the
 distribution function, first over blocks of the vocabulary, then inside one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from gdpo_jax import sharding
 from gdpo_jax.policy.policy import Policy
 from gdpo_jax.types import Array, Prompts, Rollout
 
@@ -87,6 +90,7 @@ def generate(
   key: Array,
   sampling: Sampling,
   row_ids: Array | None = None,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> Rollout:
   """Samples `sampling.group_size` completions of each prompt.
 
@@ -101,11 +105,14 @@ def generate(
     key: the caller folds in what must differ (step, round).
     sampling: see Sampling.
     row_ids: i32[N], folded into the key of each row; row numbers by default.
+    mesh: splits the rows over its devices, all of which have to get as many.
+      Every process then gives all prompts, and holds its rows of the result.
   Returns:
     Rollout of N = P * G rows. `logp` is of the distribution drawn from, after
     temperature and filters.
   Raises:
-    ValueError: where prompt and completion exceed the model's positions.
+    ValueError: where prompt and completion exceed the model's positions, or the
+      devices of the mesh do not divide the prompts.
   """
   num_prompts, width = prompts.tokens.shape
   if width + sampling.max_new_tokens > policy.config.max_positions:
@@ -114,14 +121,25 @@ def generate(
       f'the {policy.config.max_positions} positions of the model; lower either.'
     )
   if row_ids is None:
-    row_ids = jnp.arange(num_prompts * sampling.group_size)
-  return _generate(
-    policy, params, prompts.tokens, prompts.mask, key, sampling, row_ids
-  )
+    row_ids = np.arange(num_prompts * sampling.group_size)
+  arrays = (prompts.tokens, prompts.mask, np.asarray(row_ids, np.int32))
+  if mesh is not None:
+    sharding.local_rows(mesh, num_prompts)  # or an error
+    arrays = sharding.put_rows(mesh, arrays)
+  return generate_arrays(policy, params, *arrays, key, sampling, mesh)
 
 
-@functools.partial(jax.jit, static_argnames=('policy', 'sampling'))
-def _generate(policy, params, tokens, mask, key, sampling, row_ids):
+@functools.partial(jax.jit, static_argnames=('policy', 'sampling', 'mesh'))
+def generate_arrays(
+  policy, params, tokens, mask, row_ids, key, sampling, mesh=None
+):
+  """The program behind `generate`; one for each shape of tokens i32[P, Tp]."""
+  on_mesh = contextlib.nullcontext() if mesh is None else sharding.use(mesh)
+  with on_mesh:
+    return _generate(policy, params, tokens, mask, row_ids, key, sampling)
+
+
+def _generate(policy, params, tokens, mask, row_ids, key, sampling):
   tokens, mask = jnp.asarray(tokens, jnp.int32), jnp.asarray(mask, bool)
   width, limit = tokens.shape[1], sampling.max_new_tokens
   weights = policy.rollout_params(params)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from gdpo_jax import sharding
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.products import dense, project
 from gdpo_jax.types import Array
@@ -232,7 +233,12 @@ class Attention(nn.Module):
         dense(width, use_bias=c.qkv_bias, name=name)(x)
         for name, width in zip('qkv', widths)
       ]
-    q, k, v = (y.reshape(*y.shape[:-1], -1, c.head_dim) for y in qkv)
+    q, k, v = (
+      sharding.constrain(
+        y.reshape(*y.shape[:-1], -1, c.head_dim), 'rows', None, 'tensor'
+      )
+      for y in qkv
+    )
     if c.qk_norm:
       q = RMSNorm(c.norm_eps, name='q_norm')(q)
       k = RMSNorm(c.norm_eps, name='k_norm')(k)
@@ -261,7 +267,8 @@ class MLP(nn.Module):
     else:
       gate = dense(c.mlp_width, name='gate')(x)
       up = dense(c.mlp_width, name='up')(x)
-    return dense(c.width, name='down')(nn.silu(gate) * up)
+    hidden = sharding.constrain(nn.silu(gate) * up, 'rows', None, 'tensor')
+    return dense(c.width, name='down')(hidden)
 
 
 class Block(nn.Module):
@@ -276,9 +283,10 @@ class Block(nn.Module):
     options = (self.config, self.dtype, self.rollout)
     y = RMSNorm(self.config.norm_eps, name='attn_norm')(x)
     y, kv = Attention(*options, name='attn')(y, rope, context)
-    x = x + y
+    x = sharding.constrain(x + y, 'rows')
     y = RMSNorm(self.config.norm_eps, name='mlp_norm')(x)
-    return x + MLP(*options, name='mlp')(y), kv
+    y = MLP(*options, name='mlp')(y)
+    return sharding.constrain(x + y, 'rows'), kv
 
 
 class Table(nn.Module):
@@ -290,6 +298,12 @@ class Table(nn.Module):
   def __call__(self):
     shape = (self.config.vocab_size, self.config.width)
     return self.param('embedding', nn.initializers.normal(0.02), shape)
+
+
+def _look_up(embedding, tokens):
+  """f32[B, S, D]; each device looks up its part of D, then gets its own rows."""
+  x = sharding.constrain(embedding[tokens], 'data', None, 'fsdp')
+  return sharding.constrain(x, 'rows')
 
 
 class Decoder(nn.Module):
@@ -319,7 +333,7 @@ class Decoder(nn.Module):
       length=c.num_layers,
     )(
       Block(c, self.dtype, name='layers'),
-      embedding[tokens],
+      _look_up(embedding, tokens),
       rope_table(c, positions),
       context,
     )

@@ -5,12 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gdpo_jax import sharding
 from gdpo_jax.policy.products import dense, multiply
 from gdpo_jax.types import Array
 
 # Logits alive at once: enough columns for full-speed products, few enough to
 # stay near the processor and to vanish beside the weights.
 BLOCK_BYTES = 2**22
+# ... but so many tokens at least: with the rows of many devices a block would
+# shrink to nothing, though each device holds only its own part of it.
+MIN_BLOCK = 256
 
 
 def logits(hidden: Array, head: Array, dtype=None) -> Array:
@@ -25,7 +29,7 @@ def token_log_probs(
   *,
   temperature: float | Array = 1.0,
   dtype=None,
-  block_bytes: int = BLOCK_BYTES,
+  block_bytes: int | None = None,
 ) -> tuple[Array, Array]:
   """Log-prob of each target, and the entropy of the distribution it came from.
 
@@ -41,17 +45,21 @@ def token_log_probs(
     temperature: > 0.
     dtype: of the inputs of the products; None: that of the head.
     block_bytes: upper bound of the logits alive at once, down to a block of
-      one token of the vocabulary.
+      one token of the vocabulary; None: `BLOCK_BYTES`, and `MIN_BLOCK` tokens.
   Returns:
     (logp, entropy), f32[N, T] each.
   """
   num_rows, length, width = hidden.shape
   vocab_size = head.shape[0]
-  block = max(1, block_bytes // (4 * num_rows * length))
+  least = 1
+  if block_bytes is None:
+    block_bytes, least = BLOCK_BYTES, MIN_BLOCK
+  block = max(least, block_bytes // (4 * num_rows * length))
   num_blocks = -(-vocab_size // block)
   block = -(-vocab_size // num_blocks)
   # z / temperature, at the width of a state instead of a vocabulary
   hidden = (hidden / temperature).reshape(-1, width)
+  hidden = sharding.constrain(hidden, 'rows')
   out = _log_probs(hidden, head, targets.reshape(-1), dtype, block)
   return tuple(x.reshape(num_rows, length) for x in out)
 
@@ -68,9 +76,18 @@ def _blocks(head, block):
   """
   vocab_size, width = head.shape
   num_blocks = -(-vocab_size // block)
+  # A scan cannot run over an axis that is split; each block is, in `_logits`.
+  head = sharding.constrain(head, None, 'fsdp')
   head = jnp.pad(head, ((0, num_blocks * block - vocab_size), (0, 0)))
   columns = jnp.arange(num_blocks * block).reshape(num_blocks, block)
   return head.reshape(num_blocks, block, width), columns
+
+
+def _logits(hidden, rows, dtype):
+  """f32[N * T, block], and the whole `rows` of the head that they come from."""
+  rows = sharding.constrain(rows, 'tensor')
+  z = multiply(hidden, rows, dtype, (1, 1))
+  return sharding.constrain(z, 'rows', 'tensor'), rows
 
 
 def _forward(hidden, head, targets, dtype, block):
@@ -80,7 +97,7 @@ def _forward(hidden, head, targets, dtype, block):
   def step(carry, xs):
     top, total, weighted, picked = carry
     rows, columns = xs
-    z = multiply(hidden, rows, dtype, (1, 1))
+    z, _ = _logits(hidden, rows, dtype)
     if vocab_size % block:
       z = jnp.where(columns < vocab_size, z, -jnp.inf)
     new_top = jnp.maximum(top, z.max(axis=1))
@@ -109,7 +126,7 @@ def _backward(dtype, block, residual, cotangents):
 
   def step(d_hidden, xs):
     rows, columns = xs
-    z = multiply(hidden, rows, dtype, (1, 1))
+    z, rows = _logits(hidden, rows, dtype)
     # d logp / dz = onehot - p;  d entropy / dz = -p (z - mean)
     dz = jnp.exp(z - lse) * (g_logp + g_entropy * (z - mean))
     dz = jnp.where(targets == columns, g_logp, 0) - dz
@@ -117,7 +134,8 @@ def _backward(dtype, block, residual, cotangents):
       dz = jnp.where(columns < head.shape[0], dz, 0)
     dz = dz.astype(dtype or head.dtype)
     d_hidden += multiply(dz, rows, dtype, (1, 0))
-    return d_hidden, multiply(dz, hidden, dtype or head.dtype, (0, 0))
+    d_rows = multiply(dz, hidden, dtype or head.dtype, (0, 0))
+    return d_hidden, sharding.constrain(d_rows, None, 'fsdp')
 
   d_hidden, d_head = jax.lax.scan(
     step, jnp.zeros_like(hidden), _blocks(head, block)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gdpo_jax import sharding
 from gdpo_jax.policy import heads
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.decoder import (
@@ -162,11 +163,20 @@ def make_policy(
 
     The layers are unstacked; q, k, v and gate, up are joined to one matrix
     each; kernels are stored [outputs, inputs] (see `products.project`).
-    Matrices are kept, and multiplied, in `dtype` (None: as they are).
+    Matrices are kept, and multiplied, in `dtype` (None: as they are). On a mesh
+    they are gathered over `data` and `fsdp`, once instead of at every token,
+    and stay split over `tensor`.
     """
 
     def cast(x):
       return x if dtype is None or x.ndim < 2 else x.astype(dtype)
+
+    def place(path, x):
+      if x.ndim < 2:
+        return sharding.constrain(x, None)
+      inward = any(getattr(k, 'key', 0) in ('o', 'down') for k in path)
+      axes = (None, 'tensor') if inward else ('tensor', None)
+      return sharding.constrain(x, *axes)
 
     def join(*xs):
       return jnp.concatenate(xs, axis=-1)
@@ -180,7 +190,7 @@ def make_policy(
       return jax.tree.map(lambda x: cast(x.T), weights)
 
     layers = params['layers']
-    return {
+    weights = {
       'embed': cast(params['embed']['embedding']),
       'layers': tuple(
         layer(jax.tree.map(lambda x: x[i], layers))  # noqa: B023
@@ -189,17 +199,23 @@ def make_policy(
       'norm': params['norm'],
       'head': cast(params.get('head', params['embed'])['embedding']),
     }
+    return jax.tree_util.tree_map_with_path(place, weights)
 
   def run(weights, tokens, positions, contexts):
     x = weights['embed'][tokens].astype(jnp.float32)
+    x = sharding.constrain(x, 'rows')
     rope = rope_table(config, positions)
     kept = []
     for layer, context in zip(weights['layers'], contexts, strict=True):
       x, kv = block.apply({'params': layer}, x, rope, context)
       kept.append(kv)
     x = final_norm.apply({'params': weights['norm']}, x[:, -1])
-    k, v = zip(*kept, strict=True)
-    return project(x, weights['head']), k, v
+    k, v = (
+      tuple(sharding.constrain(x, 'rows', 'tensor') for x in xs)
+      for xs in zip(*kept, strict=True)
+    )
+    logits = project(x, weights['head'])
+    return sharding.constrain(logits, 'rows', 'tensor'), k, v
 
   def prefill(weights: Any, tokens: Array, mask: Array) -> tuple[Array, Cache]:
     """(logits f32[P, V] after the last token, Cache of Tp slots).
