@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {
   'gdpo_jax.types': 0,
   'gdpo_jax.sharding': 0,
+  'gdpo_jax.processes': 0,
   'gdpo_jax.objectives': 0,
   'gdpo_jax.rewards': 1,
   'gdpo_jax.policy': 1,

@@ -264,6 +264,27 @@ class Pipeline:
       if mute.steps_until_retry
     )
 
+  @property
+  def mutes(self) -> dict[str, list[int]]:
+    """Who is muted, as plain JSON for a checkpoint; by name of the reward."""
+    return {
+      reward.name: list(mute) for reward, mute in zip(self.rewards, self._mutes)
+    }
+
+  def restore_mutes(self, mutes: Mapping[str, Sequence[int]]):
+    """Takes back what `mutes` gave.
+
+    Raises:
+      ValueError: the names are not those of the rewards.
+    """
+    names = [reward.name for reward in self.rewards]
+    if sorted(mutes) != sorted(names):
+      raise ValueError(
+        f'mutes of the rewards {sorted(mutes)} cannot be restored: the rewards '
+        f'are {sorted(names)}.'
+      )
+    self._mutes = [memory.Mute(*map(int, mutes[name])) for name in names]
+
   def check_columns(self, columns: Sequence[str]):
     """Raises if a reward needs a column that the data do not have.
 

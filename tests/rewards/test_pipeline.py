@@ -529,3 +529,23 @@ def test_main_calls_are_muted_and_given_up_like_any_other():
 def test_main_calls_cannot_be_pure():
   with pytest.raises(ValueError, match='processes'):
     Reward(ones, isolation='main', pure=True)
+
+
+def test_mutes_survive_a_restart():
+  """Stopped after two of three failures, the third one mutes all the same."""
+
+  def fails(completions):
+    raise OSError('server is down')
+
+  rewards = [Reward(fails, mute_after=3, retry_after=4), Reward(ones)]
+  with Pipeline(rewards) as before:
+    for _ in range(2):
+      before.score(PROMPTS, COMPLETIONS)
+    saved = before.mutes
+  assert saved == {'fails': [2, 0], 'ones': [0, 0]}
+  with Pipeline(rewards) as after:
+    after.restore_mutes(saved)
+    assert after.score(PROMPTS, COMPLETIONS).alerts
+    assert after.muted == ('fails',) and after.mutes['fails'] == [3, 4]
+    with pytest.raises(ValueError, match=r"\['fails', 'ones'\]"):
+      after.restore_mutes({'fails': [0, 0]})

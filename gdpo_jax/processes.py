@@ -1,0 +1,169 @@
+"""Several processes of one run: how they meet, agree, and end together.
+
+The contract of every launch script is three environment variables, the same
+for a laptop, SLURM, a TPU pod and GKE:
+
+  GDPO_COORDINATOR    host:port at which process 0 listens
+  GDPO_NUM_PROCESSES  how many there are
+  GDPO_PROCESS_ID     0 .. n - 1, a different one for each
+
+None of them: one process. GDPO_COORDINATOR=auto leaves all three to JAX, which
+knows them on a TPU pod. GDPO_HEARTBEAT_S is the time limit in seconds (60 by
+default) after which a process that went silent counts as dead.
+
+A process that dies takes the run with it: a collective without one of its
+members would wait for ever, or be wrong. The others stop within the time limit
+and say so, with exit status 75 (`EX_TEMPFAIL`: try again); the job, started
+again, continues from its last checkpoint.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+LOST_A_PROCESS = 75
+_NAMES = ('GDPO_COORDINATOR', 'GDPO_NUM_PROCESSES', 'GDPO_PROCESS_ID')
+
+
+class Membership(NamedTuple):
+  """What the environment says about this process."""
+
+  coordinator: str  # host:port, or 'auto'
+  num_processes: int | None  # None with 'auto'
+  process_id: int | None
+  heartbeat_s: int
+
+
+def membership(environment: Mapping[str, str]) -> Membership | None:
+  """Reads the contract; None for a run of one process.
+
+  Raises:
+    ValueError: a part of it is missing, or out of range.
+  """
+  given = {name: environment[name] for name in _NAMES if environment.get(name)}
+  if not given:
+    return None
+  heartbeat = _number('GDPO_HEARTBEAT_S', environment, '60', least=1)
+  if given.get('GDPO_COORDINATOR') == 'auto':
+    return Membership('auto', None, None, heartbeat)
+  if len(given) < len(_NAMES):
+    missing = [name for name in _NAMES if name not in given]
+    raise ValueError(
+      f'{", ".join(given)} is set but {", ".join(missing)} is not; set all '
+      'three, none for a single process, or GDPO_COORDINATOR=auto on a TPU pod.'
+    )
+  total = _number('GDPO_NUM_PROCESSES', environment, '', least=1)
+  index = _number('GDPO_PROCESS_ID', environment, '', least=0)
+  if index >= total:
+    raise ValueError(
+      f'GDPO_PROCESS_ID is {index}, but GDPO_NUM_PROCESSES is {total}: ids run '
+      f'from 0 to {total - 1}.'
+    )
+  return Membership(given['GDPO_COORDINATOR'], total, index, heartbeat)
+
+
+def _number(name, environment, default, least):
+  text = environment.get(name) or default
+  if not text.isdecimal() or int(text) < least:
+    raise ValueError(f'{name} is {text!r}, expected a whole number >= {least}.')
+  return int(text)
+
+
+@contextlib.contextmanager
+def together():
+  """Joins the processes of the run, and leaves no one waiting at the end.
+
+  Call it before the first use of JAX. Inside, an error of this process ends it
+  at once, without the farewell for which the dead could not come.
+  """
+  member = membership(os.environ)
+  if member is None:
+    yield
+    return
+  # For CPU devices; accelerators bring their own collectives.
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  limits = {
+    'heartbeat_timeout_seconds': member.heartbeat_s,
+    'shutdown_timeout_seconds': member.heartbeat_s,
+  }
+  if member.coordinator == 'auto':
+    jax.distributed.initialize(**limits)
+  else:
+    jax.distributed.initialize(
+      member.coordinator,
+      member.num_processes,
+      member.process_id,
+      # Inside a SLURM job JAX would otherwise take one GPU of each node.
+      cluster_detection_method='deactivate',
+      **limits,
+    )
+  try:
+    yield
+  except BaseException as error:
+    _leave(error)
+  jax.distributed.shutdown()
+
+
+def _leave(error: BaseException) -> None:
+  """Says why, then ends the process without its exit handlers.
+
+  The handler of `jax.distributed` waits for every process, and that of Orbax
+  for its own threads, which may wait for a process that is gone.
+  """
+  who = f'process {jax.process_index()} of {jax.process_count()}'
+  if isinstance(error, SystemExit):
+    status = (
+      error.code if isinstance(error.code, int) else int(bool(error.code))
+    )
+  elif isinstance(error, jax.errors.JaxRuntimeError):
+    status = LOST_A_PROCESS
+    traceback.print_exception(error)
+    print(
+      f'{who}: a joint computation failed, most likely because another process '
+      'died (its own output says why). Start the job again: it continues from '
+      'its last checkpoint.',
+      file=sys.stderr,
+    )
+  else:
+    status = 1
+    traceback.print_exception(error)
+    print(f'{who}: stopped by the error above.', file=sys.stderr)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
+
+
+def is_first() -> bool:
+  """True in the one process that writes logs."""
+  return jax.process_index() == 0
+
+
+def gather_rows(local: np.ndarray) -> np.ndarray:
+  """[n, ...] of every process, in their order, as [processes * n, ...] on all."""
+  return np.asarray(multihost_utils.process_allgather(local, tiled=True))
+
+
+def total(counts: np.ndarray) -> np.ndarray:
+  """The sum over all processes, the same on each."""
+  counts = np.asarray(counts)
+  if jax.process_count() == 1:
+    return counts
+  return np.asarray(multihost_utils.process_allgather(counts)).sum(axis=0)
+
+
+def any_of(flag: bool) -> bool:
+  """True on every process where it is true on one."""
+  return bool(total(np.int32(flag)))
+
+
+def barrier(what: str) -> None:
+  """Waits until every process is here."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(what)
