@@ -22,13 +22,13 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gdpo_jax import sampler, sharding
-from gdpo_jax.policy import hf, weights
+from gdpo_jax.policy import hf, lora, weights
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.hf import Pretrained
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.tasks.base import Task
-from gdpo_jax.train import loop, report, state, step, warm_start
+from gdpo_jax.train import loop, policies, report, state, step, warm_start
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
 
@@ -232,7 +232,7 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   shapes on a mesh of this machine's devices; returns sizes in GiB (whole job,
   not per device).
   """
-  policy = policy_of(config, settings)
+  policy = policies.adapted(policy_of(config, settings), settings)
   optimizer = state.make_optimizer(settings)
   mesh = sharding.make_mesh(
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
@@ -241,8 +241,12 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   train_state = state.abstract_state(policy, optimizer, settings)
   rows = settings.prompts_per_update * settings.group_size
   batch = abstract_batch(settings, rows)
+  _, frozen = lora.split(params)
   jax.eval_shape(
-    step.make_train_step(policy, optimizer, settings, mesh), train_state, batch
+    step.make_train_step(policy, optimizer, settings, mesh),
+    train_state,
+    batch,
+    *([frozen] if frozen else []),
   )
   sampling = sampler.Sampling(
     settings.group_size, settings.max_new_tokens, settings.temperature

@@ -32,6 +32,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r'attn/o/kernel$', PartitionSpec(None, 'tensor', 'fsdp')),
   (r'mlp/(gate|up)/kernel$', PartitionSpec(None, 'fsdp', 'tensor')),
   (r'mlp/down/kernel$', PartitionSpec(None, 'tensor', 'fsdp')),
+  (r'attn/[qkv]/a$|mlp/(gate|up)/a$', PartitionSpec(None, 'fsdp', None)),
+  (r'attn/[qkv]/b$|mlp/(gate|up)/b$', PartitionSpec(None, None, 'tensor')),
+  (r'(attn/o|mlp/down)/a$', PartitionSpec(None, 'tensor', None)),
+  (r'(attn/o|mlp/down)/b$', PartitionSpec(None, None, 'fsdp')),
   (r'norm/scale$', PartitionSpec()),
   (r'value/kernel$', PartitionSpec()),
 )

@@ -204,6 +204,10 @@ class Dense(nn.Module):
       y = project(x, kernel)
     else:
       y = checkpoint_name(dense(x, kernel, self.dtype), 'dense')
+      if self.has_variable('lora', 'a'):  # see lora.py
+        a, b = (self.get_variable('lora', name) for name in 'ab')
+        inner = checkpoint_name(dense(x, a, self.dtype), 'dense')
+        y += dense(inner, b, self.dtype)
     if self.use_bias:
       y += self.param('bias', nn.initializers.zeros, (self.features,))
     return y
@@ -327,7 +331,7 @@ class Decoder(nn.Module):
       layer = nn.remat(layer, prevent_cse=False, policy=REMAT[self.remat])
     x, _ = nn.scan(
       layer,
-      variable_axes={'params': 0},
+      variable_axes={'params': 0, 'lora': 0},
       split_rngs={'params': True},
       in_axes=nn.broadcast,
       length=c.num_layers,

@@ -110,7 +110,7 @@ def make_policy(
   def logits(params: Any, tokens: Array, mask: Array) -> Array:
     """f32[B, S, V]; tokens i32[B, S], mask bool[B, S] (pads on either side)."""
     hidden, head = decoder.apply(
-      {'params': params}, tokens, _positions(mask), Groups(mask)
+      _variables(params), tokens, _positions(mask), Groups(mask)
     )
     return heads.logits(hidden, head, dtype)
 
@@ -143,7 +143,7 @@ def make_policy(
     start = mask.sum(axis=1, keepdims=True, dtype=jnp.int32) - 1
     steps = jnp.tile(jnp.arange(length, dtype=jnp.int32), group_size)
     hidden, head = decoder.apply(
-      {'params': params},
+      _variables(params),
       jnp.concatenate([tokens[:, :-1], inputs], axis=1),
       jnp.concatenate([_positions(mask)[:, :-1], start + steps], axis=1),
       Groups(mask[:, :-1], group_size),
@@ -253,6 +253,11 @@ def make_policy(
     jax.jit(prefill),
     jax.jit(decode),
   )
+
+
+def _variables(params):
+  """Flax's collections: adapters (see lora.py) are apart from what they adapt."""
+  return {'params': params, 'lora': params.get('lora', {})}
 
 
 def _positions(mask):

@@ -134,8 +134,9 @@ def make_gradient_cosines(
   Args:
     loss_fn: of `step.make_loss`, for settings without KL, entropy and values.
   Returns:
-    `(params, controllers, batch, rewards, valid, weights) -> row`, which holds
-    K gradients at once.
+    `(params, frozen, controllers, batch, rewards, valid, weights) -> row`,
+    which holds K gradients of `params` at once; `frozen` is beside them under
+    LoRA, else {}.
   """
   count = settings.prompts_per_micro_batch
   rows = count * settings.group_size
@@ -144,7 +145,7 @@ def make_gradient_cosines(
     single = dataclasses.replace(settings, advantage='grpo')
 
   @jax.jit
-  def cosines(params, controllers, batch, rewards, valid, weights):
+  def cosines(params, frozen, controllers, batch, rewards, valid, weights):
     batch = jax.tree.map(lambda x: x[:rows], batch)
     mask = batch.rollout.mask & batch.row_valid[:, None]
     shape = (count, settings.group_size, -1)
@@ -163,9 +164,9 @@ def make_gradient_cosines(
       one = batch._replace(advantages=a.reshape(-1))
       denominator = jnp.maximum(jnp.sum(mask), 1)
       denominator = jnp.full((rows, 1), denominator, jnp.float32)
-      return jax.grad(lambda p: loss_fn(p, controllers, one, denominator)[0])(
-        params
-      )
+      return jax.grad(
+        lambda p: loss_fn({**frozen, **p}, controllers, one, denominator)[0]
+      )(params)
 
     gradients = jax.lax.map(gradient, jnp.arange(len(names)))
     products = sum(
@@ -179,10 +180,8 @@ def make_gradient_cosines(
       jnp.outer(norm, norm) > 0, products / jnp.outer(norm, norm), jnp.nan
     )
 
-  def measure(params, controllers, batch, rewards, valid, weights):
-    table = np.asarray(
-      cosines(params, controllers, batch, rewards, valid, weights)
-    )
+  def measure(*inputs):
+    table = np.asarray(cosines(*inputs))
     return {
       f'gradient_cosine/{a}/{b}': float(table[i, j])
       for j, b in enumerate(names)

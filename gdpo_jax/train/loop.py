@@ -16,9 +16,11 @@ from jax.experimental import multihost_utils
 
 import gdpo_jax
 from gdpo_jax import sampler, sharding
+from gdpo_jax.policy import lora
 from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.tasks.base import PromptIterator, Task
 from gdpo_jax.train import metrics as metrics_lib
+from gdpo_jax.train import policies
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.advantage import diagnosis, make_gradient_cosines
 from gdpo_jax.train.checkpoint import Checkpointer
@@ -59,7 +61,8 @@ def train(
 
   Args:
     policy, params, tokenizer: what is trained; `params` is also the reference
-      policy where `settings.kl_coef` is not 0.
+      policy where `settings.kl_coef` is not 0. Under LoRA it stays as it is,
+      and the result's state has the part beside it.
     settings: plain or resolved.
     directory: metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and
       heldout/STEP.jsonl (answers to held-out problems) are written here.
@@ -91,14 +94,20 @@ def train(
     settings.max_prompt_tokens,
     settings.seed,
   )
+  policy = policies.adapted(policy, settings)
+  params = policies.complete(policy, params, settings.seed)
   optimizer = state_lib.make_optimizer(settings)
   controllers = Controllers(
     settings, declared, [r.weight for r in task.rewards]
   )
   state = state_lib.init_state(params, optimizer, settings, mesh, controllers)
-  frozen = None
-  if settings.kl_coef and 'reference' not in state.controllers:
-    frozen = jax.device_put(params, sharding.shardings(mesh, params))
+  # Under LoRA the base, which is a reference policy for free; else nothing.
+  _, base = lora.split(params)
+  base = jax.device_put(base, sharding.shardings(mesh, base))
+  start = base
+  if settings.kl_coef and not base and 'reference' not in state.controllers:
+    start = jax.device_put(params, sharding.shardings(mesh, params))
+  frozen = (base,) if base else ()
   train_step = make_train_step(policy, optimizer, settings, mesh)
 
   with contextlib.ExitStack() as stack:
@@ -114,6 +123,8 @@ def train(
     if restored:
       state, record = restored
       _same_run(record['settings'], settings)
+      if base:
+        policies.check_base(record['base'], base)
       iterator.restore(record['cursor'])
       _log.info('continuing %s at step %d', directory, int(state.step))
     writer = metrics_lib.Writer(
@@ -150,7 +161,7 @@ def train(
       progress.note(f'evaluating {len(heldout)} held-out problems, {label}')
       result = evaluate(
         policy,
-        state.params,
+        {**base, **state.params},
         tokenizer,
         pipeline,
         heldout,
@@ -171,9 +182,10 @@ def train(
     for step in range(int(state.step), settings.num_steps):
       timer = metrics_lib.Timer()
       key = jax.random.fold_in(state.key, step)
+      reference = state.controllers.get('reference')
       experience = collect(
-        state.params,
-        state.controllers.get('reference', frozen),
+        {**base, **state.params},
+        start if reference is None else {**base, **reference},
         state.controllers,
         key,
         step,
@@ -187,12 +199,12 @@ def train(
         every = settings.gradient_cosine_every
         if every and step % every == 0:
           row |= gradient_cosines(
-            state.params, state.controllers, experience.batch, *shaped
+            state.params, base, state.controllers, experience.batch, *shaped
           )
       new: dict[str, Any] = {}
       with timer('update'):
         for minibatch in minibatches(experience.batch, settings, key, mesh):
-          state, update = train_step(state, minibatch)
+          state, update = train_step(state, minibatch, *frozen)
           new = metrics_lib.merge(new, update)
         row |= metrics_lib.to_host(new)
       row |= metrics_lib.controller_metrics(settings, state.controllers)
@@ -234,6 +246,7 @@ def train(
           {
             'cursor': cursor,
             'settings': dataclasses.asdict(settings),
+            'base': policies.fingerprint(base) if base else None,
             'versions': {
               'gdpo_jax': gdpo_jax.__version__,
               'jax': jax.__version__,

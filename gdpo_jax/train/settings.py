@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 
 from gdpo_jax.objectives import advantages, kl, losses
+from gdpo_jax.policy.lora import Lora
 
 # What the published algorithms choose. Denominators: 'row' is the mean of row
 # means (GRPO), 'token' one mean over all tokens (DAPO), 'constant' the length
@@ -146,6 +147,13 @@ class Settings:
   gae_dynamic: bool = False  # lambda by token entropy, segmented gamma
   value_coef: float = 0.5
   value_clip: float = 0.2
+
+  # LoRA: a small tree is trained, what was given stays as it is and is the
+  # reference policy (see policy/lora.py).
+  lora_rank: int = 0  # 0: everything is trained
+  lora_alpha: float = 16.0  # the product counts alpha / rank times
+  lora_targets: str = '.*'  # regular expression on 'attn/q', 'mlp/down', ...
+  lora_rank_stabilized: bool = False  # alpha / sqrt(rank) instead
 
   # How much, how often.
   num_steps: int = 100  # rollout batches
@@ -298,6 +306,9 @@ class Settings:
         raise ValueError(
           f'{name} must not be negative, got {getattr(self, name)}.'
         )
+    if self.lora_rank < 0:
+      raise ValueError(f'lora_rank is at least 0, got {self.lora_rank}.')
+    _ = self.lora  # refuses its own mistakes
     self._check_controllers()
 
   def _check_controllers(self):
@@ -344,6 +355,18 @@ class Settings:
         f'clip_target_kl adapts the clip of policy_loss clipped, not of '
         f'{self.policy_loss!r}.'
       )
+
+  @property
+  def lora(self) -> Lora | None:
+    """The adapters that are trained; None where everything is."""
+    if not self.lora_rank:
+      return None
+    return Lora(
+      self.lora_rank,
+      self.lora_alpha,
+      self.lora_targets,
+      self.lora_rank_stabilized,
+    )
 
   @property
   def has_value_head(self) -> bool:

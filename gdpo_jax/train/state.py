@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from gdpo_jax import sharding
+from gdpo_jax.policy import lora
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import TrainState
@@ -68,6 +69,7 @@ def _start(
     # Zeros: every value starts at 0, and the trunk feels nothing of it.
     width = params['embed']['embedding'].shape[1]
     params = {**params, 'value': {'kernel': jnp.zeros((width,), jnp.float32)}}
+  params, _ = lora.split(params)
   # two buffers: a buffer that is there twice could not be donated
   step, updates = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
   return TrainState(
@@ -130,7 +132,8 @@ def init_state(
 ) -> TrainState:
   """Places a copy of `params` on the mesh and starts the rest beside it.
 
-  A copy, because a training step donates the state that it is given.
+  A copy, because a training step donates the state that it is given. Of
+  parameters with LoRA the state has the trained part alone.
 
   Args:
     controllers: of the run's rewards; by default those of a run with one.

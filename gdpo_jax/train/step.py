@@ -20,6 +20,7 @@ import optax
 from gdpo_jax import sharding
 from gdpo_jax.objectives import kl, losses
 from gdpo_jax.objectives.masked import Mean
+from gdpo_jax.policy import lora
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.settings import Settings, asked_for
 from gdpo_jax.types import Array, Batch, TrainState
@@ -128,13 +129,14 @@ def clip_of(settings: Settings, update_kl: Array) -> dict[str, Any]:
 
 def make_train_step(
   policy, optimizer: optax.GradientTransformation, settings: Settings, mesh
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """The jitted step; `state` is donated.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+  """The jitted step `(state, batch) -> (state, metrics)`; `state` is donated.
 
-  The batch holds `prompts_per_update * group_size` rows. Metrics are sums and
+  Under LoRA it is `(state, batch, frozen)`, with the base that `state.params`
+  is beside; it is neither differentiated nor donated. The batch holds `prompts_per_update * group_size` rows. Metrics are sums and
   counts, so that those of several updates can be added.
   """
-  grad_fn = jax.value_and_grad(make_loss(policy, settings), has_aux=True)
+  loss_fn = make_loss(policy, settings)
   group, micro = settings.group_size, settings.prompts_per_micro_batch
   num_micro = settings.prompts_per_update // micro
   # With another term a group without advantages still has a gradient.
@@ -147,7 +149,11 @@ def make_train_step(
     groups = x.reshape(-1, group, *x.shape[1:])[order]
     return groups.reshape(num_micro, micro * group, *x.shape[1:])
 
-  def train_step(state: TrainState, batch: Batch):
+  def train_step(state: TrainState, batch: Batch, frozen: Any = None):
+    def trained_loss(trained, *args):
+      return loss_fn({**(frozen or {}), **trained}, *args)
+
+    grad_fn = jax.value_and_grad(trained_loss, has_aux=True)
     denominator = loss_denominator(settings, row_mask(batch))
     pushed = (batch.advantages != 0).reshape(batch.row_valid.shape[0], -1)
     alive = jnp.any(
@@ -225,9 +231,13 @@ def make_train_step(
   placed = state_lib.state_shardings(
     mesh, state_lib.abstract_state(policy, optimizer, settings)
   )
+  inputs = (placed, sharding.rows(mesh))
+  _, frozen = lora.split(jax.eval_shape(policy.init, jax.random.key(0)))
+  if frozen:
+    inputs += (sharding.shardings(mesh, frozen),)
   return jax.jit(
     train_step,
-    in_shardings=(placed, sharding.rows(mesh)),
+    in_shardings=inputs,
     out_shardings=(placed, sharding.replicated(mesh)),
     donate_argnums=0,
   )
