@@ -53,7 +53,13 @@ EXTRAS = {
     'ruff>=0.17,<0.18',
     'psutil>=6.0',
   ],
-  'bench': ['torch>=2.9', 'accelerate>=1.10', 'trl>=1.16', 'datasets>=4.0'],
+  'bench': [
+    'torch>=2.9',
+    'accelerate>=1.10',
+    'trl>=1.16',
+    'datasets>=4.0',
+    'peft>=0.17',
+  ],
 }
 
 setup(
