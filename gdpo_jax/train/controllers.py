@@ -82,10 +82,10 @@ def make_schedule(
 
 
 def make_normalizer(settings: Settings, num_rewards: int) -> shaping.Normalizer:
-  """One kind for all rewards (a text), or one per declared reward."""
-  kinds = settings.normalizers
-  if isinstance(kinds, str):
-    kinds = (kinds,) * num_rewards
+  """One kind for all declared rewards, or one for each, joined by commas."""
+  kinds = [kind.strip() for kind in settings.normalizers.split(',')]
+  if len(kinds) == 1:
+    kinds *= num_rewards
   if len(kinds) != num_rewards:
     raise ValueError(
       f'normalizers has {len(kinds)} entries for {num_rewards} rewards; give '

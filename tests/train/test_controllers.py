@@ -146,7 +146,8 @@ def test_controllers_know_the_rewards():
   with pytest.raises(ValueError, match='one of a, b'):
     make(weight_schedule='lagrangian', weight_constraints=(('c', '<=', 1),))
   with pytest.raises(ValueError, match='one for all or one for each'):
-    make(normalizers=('running',))
+    make(normalizers='running, none, none')
+  make(normalizers='running, none')
 
 
 def test_soft_overlong_is_one_more_reward(model, tmp_path):
