@@ -29,6 +29,7 @@ from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.tasks.base import Task
 from gdpo_jax.train import loop, policies, report, state, step, warm_start
+from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
 
@@ -221,6 +222,12 @@ def main(
     return
   use_compilation_cache()
   task = data_choice.apply(task_of(config), config.data)
+  # schedules and constraints name rewards: what they cannot be is told now
+  Controllers(
+    settings,
+    [reward.name for reward in task.rewards],
+    [reward.weight for reward in task.rewards],
+  )
   directory = pathlib.Path(run_dir or f'runs/{task.name}')
   run(load_model(config), task, settings, config, directory)
 

@@ -134,9 +134,8 @@ class Settings:
   weight_constraints: tuple = ()
   weight_rate: float = 0.1  # 'lagrangian': of a multiplier, per step
   weight_max: float = 10.0  # 'lagrangian': largest multiplier
-  normalizers: str | tuple = (
-    'none'  # 'none', 'sigmoid' or 'running'; or K names
-  )
+  # 'none', 'sigmoid' or 'running' for all rewards, or K kinds: 'none,running'
+  normalizers: str = 'none'
   # soft overlong penalty (DAPO) as one more reward of weight 1: grows from 0 to
   # -1 over this last share of max_new_tokens; 0: none
   overlong_share: float | None = None
