@@ -44,12 +44,17 @@ class Interval(NamedTuple):
     return f'{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]'
 
 
-def load(directory: pathlib.Path) -> Run | None:
-  """A run that has ended and was evaluated twice, or None."""
+def load(directory: pathlib.Path, num_steps: int | None = None) -> Run | None:
+  """A run that has ended and was evaluated twice, or None.
+
+  Args:
+    num_steps: that it should have had; as many as it was asked for by default.
+  """
   settings = directory / 'settings.json'
   if not settings.is_file() or not (directory / JSONL).is_file():
     return None
-  num_steps = json.loads(settings.read_text(encoding='utf-8'))['num_steps']
+  asked = json.loads(settings.read_text(encoding='utf-8'))['num_steps']
+  num_steps = asked if num_steps is None else num_steps
   training, _ = report.split_history(read_jsonl(directory / JSONL))
   last = directory / 'heldout' / f'{num_steps}.jsonl'
   first = directory / 'heldout' / '0.jsonl'

@@ -92,15 +92,21 @@ def run_all(
   variants: Sequence[Variant],
   seeds: Sequence[int],
   out: pathlib.Path,
+  num_steps: int,
   jobs: int = 1,
   devices: Sequence[str] = (),
 ) -> list[pathlib.Path]:
-  """Runs what has not ended; returns the directories of runs that failed."""
+  """Runs what has not ended; returns the directories of runs that failed.
+
+  Args:
+    arguments: of the launcher, the config among them.
+    num_steps: with fewer, a run has not ended.
+  """
   todo = [
     (variant, seed)
     for seed in seeds
     for variant in variants
-    if analysis.load(out / variant.directory / str(seed)) is None
+    if analysis.load(out / variant.directory / str(seed), num_steps) is None
   ]
   slots: queue.Queue = queue.Queue()
   for slot in devices or [None] * jobs:
@@ -334,15 +340,19 @@ def main() -> None:
       raise app.UsageError(f'unexpected arguments {argv[1:]}.')
     variants = parse_variants(algorithms.value)
     numbers = [int(seed) for seed in seeds.value]
-    launcher.settings_of(config.value)  # mistakes show here, not in N logs
+    # mistakes show here, not in as many logs as there are runs
+    settings = launcher.settings_of(config.value)
     where = pathlib.Path(out.value)
     arguments = [arg for arg in sys.argv[1:] if arg.startswith('--config')]
+    if not any(arg.startswith('--config=') for arg in arguments):
+      raise ValueError('write the config with an equals sign: --config=FILE.')
     failed = run_all(
       config.value.experiment,
       arguments,
       variants,
       numbers,
       where,
+      settings.num_steps,
       jobs.value,
       devices.value,
     )

@@ -73,6 +73,8 @@ def test_public_data(experiment, variant):
   assert len(task.train) >= 100
 
 
+@pytest.mark.slow
+@pytest.mark.weights
 def test_prompts_fit_and_limits_tell_answers_apart():
   """With the tokenizer of the model that the defaults were made for."""
   from gdpo_jax.policy import weights
