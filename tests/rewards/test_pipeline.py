@@ -415,15 +415,16 @@ def test_no_rows_and_a_closed_pipeline():
 
 
 def test_close_gives_up_calls_in_flight_and_leaves_no_thread():
-  before = threading.active_count()
-  pipe = Pipeline([Reward(lambda completions: time.sleep(0.5), timeout_s=60)])
+  before = set(threading.enumerate())
+  pipe = Pipeline([Reward(lambda completions: time.sleep(3), timeout_s=60)])
   pending = pipe.submit(PROMPTS, COMPLETIONS)
   start = time.monotonic()
   pipe.close()
-  assert time.monotonic() - start < 0.4
+  assert time.monotonic() - start < 2
   assert pending.result().values.shape == (8, 1)
-  time.sleep(0.6)
-  assert threading.active_count() == before
+  while set(threading.enumerate()) - before:
+    assert time.monotonic() - start < 30
+    time.sleep(0.1)
 
 
 def test_the_host_side_never_imports_jax():
