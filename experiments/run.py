@@ -35,7 +35,7 @@ from gdpo_jax.rewards import answers
 from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.sampler import Sampling, generate
 from gdpo_jax.tasks.base import encode_prompts, evaluation_batches
-from gdpo_jax.train import experience
+from gdpo_jax.train import experience, policies
 from gdpo_jax.train.settings import Settings
 
 SUBSETS = 200  # of size k for maj@k, drawn for each problem
@@ -67,7 +67,10 @@ def open_run(directory: pathlib.Path) -> Finished:
   known = set(launcher.SETTINGS)
   settings = Settings(**{k: v for k, v in fields.items() if k in known})
   start = launcher.load_model(config)
-  step, params = _newest(directory / 'checkpoints')
+  if (directory / 'warm_start').is_dir():  # what the run itself started from
+    start = start._replace(params=hf.load(directory / 'warm_start')[1])
+  step, trained = _newest(directory / 'checkpoints')
+  params = policies.plain(start.params, trained, settings)
   want = jax.tree.map(np.shape, start.params)
   have = jax.tree.map(np.shape, params)
   if want != have:

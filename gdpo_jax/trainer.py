@@ -27,7 +27,7 @@ from gdpo_jax.rewards.pipeline import Pipeline, Reward, reward_weights
 from gdpo_jax.sampler import Sampling
 from gdpo_jax.tasks import records
 from gdpo_jax.tasks.base import Task
-from gdpo_jax.train import loop
+from gdpo_jax.train import loop, policies
 from gdpo_jax.train.evaluate import evaluate
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
@@ -332,7 +332,7 @@ class GDPOTrainer:
     if not isinstance(model, Pretrained):
       model = weights.load(model)
     self.tokenizer, self.config = model.tokenizer, model.config
-    self.params = model.params
+    self.params = self._start = model.params
     self.policy = make_policy(
       model.config, compute_dtype=settings.compute_dtype, remat=settings.remat
     )
@@ -357,7 +357,7 @@ class GDPOTrainer:
       )
     result = loop.train(
       self.policy,
-      self.params,
+      self._start,
       self.tokenizer,
       self.task,
       self.settings,
@@ -365,7 +365,9 @@ class GDPOTrainer:
       eval_batch_size=self._eval_batch,
       progress=self._progress,
     )
-    self.params = result.state.params
+    self.params = policies.plain(
+      self._start, result.state.params, self.settings
+    )
     return result
 
   def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:

@@ -14,6 +14,7 @@ from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.rewards.pipeline import Reward
+from gdpo_jax.tasks.order import BySuccess
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.trainer import GDPOConfig, GDPOTrainer
@@ -77,7 +78,13 @@ def test_trains_evaluates_saves_and_goes_on(model, tmp_path):
   trainer = GDPOTrainer(args=args, **made)
   assert [r.weight for r in trainer.task.rewards] == [1.0, 0.5]
   assert trainer.task.rewards[1].condition == 'correct>=1'
+  by_success = BySuccess('correct')
+  trainer.task = dataclasses.replace(trainer.task, curriculum=by_success)
   result = trainer.train()
+  kept = tmp_path / 'run' / 'checkpoints' / '2' / 'record' / 'metadata'
+  rates = json.loads(kept.read_text())['cursor']['rates']
+  drawn = 2 * trainer.settings.prompts_per_step
+  assert drawn // 2 <= sum(rate >= 0 for rate in rates) <= drawn < len(rates)
   steps = [row for row in result.history if 'rewards/short/mean' in row]
   assert [row['step'] for row in steps] == [1, 2]
   assert steps[0]['rewards/short/weight'] == 0.5
@@ -97,6 +104,7 @@ def test_trains_evaluates_saves_and_goes_on(model, tmp_path):
   assert all(jax.tree.leaves(same))
   longer = dataclasses.replace(args, max_steps=3)
   again = GDPOTrainer(args=longer, **made)
+  again.task = dataclasses.replace(again.task, curriculum=by_success)
   with pytest.raises(ValueError, match='holds an earlier run'):
     again.train(resume_from_checkpoint=False)
   assert [r['step'] for r in again.train().history][-1] == 3

@@ -242,6 +242,10 @@ class Collector:
       scores = [p.result() for p in pending]
     rollout, texts = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
     values = self._grouped(np.concatenate([s.values for s in scores]))
+    declared = [reward.name for reward in self.pipeline.rewards]
+    self.iterator.observe(
+      prompts.examples, dict(zip(declared, np.moveaxis(values, -1, 0)))
+    )
     mask = self._grouped(rollout.mask)
     if 'overlong' in self.names:
       penalty = shaping.overlong_penalty(

@@ -93,6 +93,7 @@ def train(
     settings.prompts_per_step,
     settings.max_prompt_tokens,
     settings.seed,
+    task.curriculum,
   )
   policy = policies.adapted(policy, settings)
   params = policies.complete(policy, params, settings.seed)

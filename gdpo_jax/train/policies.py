@@ -29,6 +29,21 @@ def complete(policy: Policy, params: Any, seed: int) -> Any:
   return {**params, **jax.jit(missing)(jax.random.key(seed))}
 
 
+def plain(start: Any, trained: Any, settings: Settings) -> Any:
+  """The tree of the plain policy that a run ended with.
+
+  Args:
+    start: what the run started from.
+    trained: what its state holds: all of it, or the adapters over `start`.
+  Returns:
+    adapters merged, a value head left out; a tree like `start`.
+  """
+  whole = {**start, **trained}
+  if settings.lora:
+    whole = lora.merge(whole, settings.lora)
+  return {name: whole[name] for name in start}
+
+
 def fingerprint(base: Any) -> float:
   """The norm of frozen parameters, to tell whether a run goes on over its own.
 
