@@ -45,7 +45,7 @@ EXTRAS = {
   ],
   'code': ['ruff>=0.17,<0.18', 'bandit>=1.8'],
   'data': ['datasets>=4.0', 'pyarrow>=20.0', 'reasoning-gym>=0.1.20'],
-  'track': ['tensorboard>=2.19', 'wandb>=0.21'],
+  'track': ['tensorboard>=2.19', 'wandb>=0.21', 'pyarrow>=20.0'],
   'dev': [
     'pytest>=8.3',
     'pytest-xdist>=3.6',
@@ -75,7 +75,10 @@ setup(
   license_files=['LICENSE'],
   python_requires='>=3.11',
   packages=find_packages(include=['gdpo_jax', 'gdpo_jax.*']),
-  package_data={'gdpo_jax': ['py.typed']},
+  package_data={
+    'gdpo_jax': ['py.typed'],
+    'gdpo_jax.train.page': ['page.css', 'page.js'],
+  },
   install_requires=BASE,
   extras_require=EXTRAS,
   classifiers=[

@@ -1,10 +1,6 @@
-"""What a step reports, under TRL's names where TRL has one.
+"""What a step reports, and the files it is written to.
 
-For every reward `k`: `rewards/k/mean`, `rewards/k/std` (over the batch, raw
-values), `rewards/k/group_std` (mean over groups of the within-group deviation:
-what the advantage is made of), `rewards/k/zero_variance` (share of groups in
-which it says nothing), `rewards/k/missing` (share of rows without a value),
-`rewards/k/missing/REASON` (rows, by reason), `rewards/k/weight`.
+Every name, with unit and definition, stands in `dictionary`.
 """
 
 import contextlib
@@ -12,7 +8,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +17,9 @@ import numpy as np
 from gdpo_jax.objectives.masked import Mean
 
 JSONL = 'metrics.jsonl'
+SAMPLES = 'samples.jsonl'
+EVENTS = 'events.jsonl'
+HISTOGRAMS = 'histograms.jsonl'
 
 
 class Timer:
@@ -85,6 +84,9 @@ def reward_metrics(
     out[prefix + 'mean'] = float(seen.mean())
     out[prefix + 'std'] = float(seen.std(ddof=1)) if seen.size > 1 else 0.0
     groups = [g[~np.isnan(g)] for g in raw]
+    means = np.array([g.mean() for g in groups if g.size])
+    if means.size > 1:
+      out[prefix + 'stderr'] = float(means.std(ddof=1) / np.sqrt(means.size))
     spread = [
       g.std(ddof=1) if g.max() > g.min() else 0.0 for g in groups if g.size > 1
     ]
@@ -129,6 +131,8 @@ def experience_metrics(experience) -> dict[str, float]:
     'rows/excluded': float((~np.asarray(experience.batch.row_valid)).sum()),
     'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
     'num_tokens': float(lengths.sum()),
+    'completions/distinct': distinct_share(groups.texts),
+    **outcome_metrics(experience.advantages, lengths, groups.ended),
   }
   if experience.kl_nats is not None:
     row['kl/nats_per_sequence'] = float(experience.kl_nats.mean())
@@ -142,7 +146,29 @@ def experience_metrics(experience) -> dict[str, float]:
         key = f'rewards/{name}/missing/{reason}'
         row[key] = row.get(key, 0.0) + float(count)
     row.update({f'logged/{k}': float(v) for k, v in scores.metrics.items()})
+    for name, spent in scores.seconds.items():
+      key = f'rewards/{name}/seconds'
+      row[key] = row.get(key, 0.0) + spent
+    for name, rows in scores.fallbacks.items():
+      key = f'rewards/{name}/fallback'
+      sampled = sum(len(s.values) for s in experience.scores)
+      row[key] = row.get(key, 0.0) + rows / sampled
   return row
+
+
+def distinct_share(texts: np.ndarray) -> float:
+  """object[P, G] -> mean over groups of distinct texts / G."""
+  return float(np.mean([len(set(group)) / len(group) for group in texts]))
+
+
+def outcome_metrics(advantages, lengths, ended) -> dict[str, float]:
+  """Length and truncation of rows that were pushed up, and down; all [P, G]."""
+  out = {}
+  for name, rows in (('up', advantages > 0), ('down', advantages < 0)):
+    if rows.any():
+      out[f'completions/{name}/mean_length'] = float(lengths[rows].mean())
+      out[f'completions/{name}/clipped_ratio'] = float(1 - ended[rows].mean())
+  return out
 
 
 def _nanmean(x: np.ndarray) -> float:
@@ -160,16 +186,16 @@ def _group_std(x: np.ndarray) -> np.ndarray:
 
 
 class Writer:
-  """Appends rows to `metrics.jsonl` and samples to `samples.jsonl`.
+  """Appends rows to `metrics.jsonl` and records to the files beside it.
 
-  A resumed run first cuts both files back to the step of its checkpoint, so
+  A resumed run first cuts the files back to the step of its checkpoint, so
   that no step stands there twice and none is missing.
   """
 
   def __init__(self, directory: pathlib.Path, resume_step: int = 0):
     directory.mkdir(parents=True, exist_ok=True)
     self._files = {}
-    for name in (JSONL, 'samples.jsonl'):
+    for name in (JSONL, SAMPLES, EVENTS, HISTOGRAMS):
       path = directory / name
       if path.exists():
         _cut_back(path, resume_step)
@@ -177,7 +203,7 @@ class Writer:
 
   def write(self, step: int, row: Mapping[str, Any], prefix: str = '') -> None:
     values = {prefix + k: v for k, v in sorted(row.items())}
-    self._append(JSONL, {'step': step, **values})
+    self.append(JSONL, {'step': step, **values})
 
   def samples(self, step: int, experience, limit: int = 8) -> None:
     """The first rows with raw rewards and advantages, to be read by people."""
@@ -185,8 +211,8 @@ class Writer:
     size = groups.tokens.shape[1]
     for row in range(min(limit, groups.tokens.shape[0] * size)):
       p, g = divmod(row, size)
-      self._append(
-        'samples.jsonl',
+      self.append(
+        SAMPLES,
         {
           'step': step,
           'row': row,
@@ -200,7 +226,8 @@ class Writer:
         },
       )
 
-  def _append(self, name: str, record: Mapping[str, Any]) -> None:
+  def append(self, name: str, record: Mapping[str, Any]) -> None:
+    """One record, with its `step`, to one of the files named above."""
     line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
     self._files[name].write(line + '\n')
     self._files[name].flush()
@@ -238,3 +265,12 @@ def _cut_back(path: pathlib.Path, step: int) -> None:
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
   with open(path, encoding='utf-8') as file:
     return [json.loads(line) for line in file if line.strip()]
+
+
+def split_history(
+  history: Sequence[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """The rows of training steps, and those of held-out evaluations."""
+  training = [row for row in history if 'completions/mean_length' in row]
+  held_out = [row for row in history if 'eval/completions/mean_length' in row]
+  return training, held_out

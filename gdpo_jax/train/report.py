@@ -7,14 +7,9 @@ from typing import Any
 
 import rich.table
 
+from gdpo_jax.train import metrics
+
 Row = dict[str, Any]
-
-
-def split_history(history: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-  """The rows of training steps, and those of held-out evaluations."""
-  training = [row for row in history if 'completions/mean_length' in row]
-  held_out = [row for row in history if 'eval/completions/mean_length' in row]
-  return training, held_out
 
 
 def table(history: Sequence[Row], names: Sequence[str]) -> rich.table.Table:
@@ -23,7 +18,7 @@ def table(history: Sequence[Row], names: Sequence[str]) -> rich.table.Table:
   Training values are means over the first and last tenth of the steps (at
   least one step); held-out values carry their standard error.
   """
-  training, held_out = split_history(history)
+  training, held_out = metrics.split_history(history)
   edge = max(1, len(training) // 10)
   out = rich.table.Table(title='start → end')
   for title in (
@@ -72,7 +67,7 @@ def curves(
   """Writes a PNG: every reward over the steps, its spread, and the length."""
   import matplotlib.figure  # needs no display, keeps no global state
 
-  training, held_out = split_history(history)
+  training, held_out = metrics.split_history(history)
   steps = [row['step'] for row in training]
   figure = matplotlib.figure.Figure(figsize=(11, 3.4), layout='constrained')
   rewards, spread, length = figure.subplots(1, 3)

@@ -1,0 +1,371 @@
+"""Every metric by name: what it is, and its unit. TRL's names where TRL has one.
+
+In a name, NAME, A and B stand for rewards, REASON for the kind of a fault, and
+the other words in capitals for what their definition says. A row of
+metrics.jsonl has those that apply to its run. `describe` finds the entry of a
+name; experiments/METRICS.md is made from this file.
+"""
+
+import re
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+  """One entry; a name that ends in a placeholder stands for many."""
+
+  name: str
+  unit: str
+  definition: str
+  trl: bool = False  # TRL's name, for the same thing
+
+
+class Section(NamedTuple):
+  title: str
+  metrics: tuple[Metric, ...]
+
+
+_M = Metric
+
+SECTIONS = (
+  Section(
+    'Every reward',
+    (
+      _M(
+        'rewards/NAME/mean',
+        'reward',
+        'mean of the raw values of the batch, missing ones left out',
+        trl=True,
+      ),
+      _M(
+        'rewards/NAME/std',
+        'reward',
+        'their deviation over the batch (ddof 1)',
+        trl=True,
+      ),
+      _M(
+        'rewards/NAME/stderr',
+        'reward',
+        'standard error of the mean, each group counted as one draw: deviation '
+        'of the group means over the root of their number',
+      ),
+      _M(
+        'rewards/NAME/group_std',
+        'reward',
+        'mean over groups of the deviation within the group (ddof 1): what the '
+        'advantage is made of',
+      ),
+      _M(
+        'rewards/NAME/zero_variance',
+        'share of groups',
+        'groups in which all rows have the same value: the reward says nothing',
+      ),
+      _M(
+        'rewards/NAME/missing',
+        'share of rows',
+        'rows without a value; missing is not zero',
+      ),
+      _M(
+        'rewards/NAME/missing/REASON',
+        'rows',
+        'rows without a value by reason: exception, timeout, died, none, nan, '
+        'inf, length, type, muted',
+      ),
+      _M(
+        'rewards/NAME/fallback',
+        'share of rows',
+        'rows that the fallback of the reward answered',
+      ),
+      _M(
+        'rewards/NAME/seconds',
+        's',
+        'duration of its call; calls run side by side',
+      ),
+      _M(
+        'rewards/NAME/weight',
+        '1',
+        'weight in use: as declared or scheduled, 0 where muted',
+      ),
+      _M(
+        'advantage_share/NAME',
+        'share',
+        'its mean absolute part in the sum that becomes the advantage; the '
+        'shares add up to 1',
+      ),
+      _M(
+        'condition/NAME/held',
+        'share of rows',
+        'rows on which the condition of the reward could be judged and held',
+      ),
+      _M(
+        'conflict/A/B',
+        'correlation',
+        'of the weighted per-reward advantages of A and B over the batch; '
+        'below 0 they pull rows in opposite directions',
+      ),
+      _M(
+        'gradient_cosine/A/B',
+        'cosine',
+        'between the policy gradients of A alone and of B alone',
+      ),
+      _M('logged/KEY', 'own', 'mean of what a reward gave to log_metric(KEY)'),
+    ),
+  ),
+  Section(
+    'The sum and the advantage',
+    (
+      _M(
+        'reward',
+        'reward',
+        'mean over rows of the weighted sum of the rewards after conditions',
+        trl=True,
+      ),
+      _M(
+        'reward_std',
+        'reward',
+        'mean over groups of its deviation within the group',
+        trl=True,
+      ),
+      _M(
+        'frac_reward_zero_std',
+        'share of groups',
+        'groups in which that sum is the same for all rows',
+        trl=True,
+      ),
+      _M(
+        'advantages/abs_mean',
+        '1',
+        'mean absolute advantage of a row',
+      ),
+      _M(
+        'groups/informative',
+        'share of groups',
+        'groups whose rows the chosen method tells apart',
+      ),
+      _M('groups/rounds', 'rounds', 'of sampling (dynamic sampling)'),
+      _M(
+        'rows/excluded',
+        'rows',
+        'left out of the loss: no reward scored them, filled up, or cut off '
+        '(mask_truncated)',
+      ),
+      _M(
+        'collapse/distinct_rewards',
+        'per group',
+        'distinct tuples of rewards in a group, mean over groups',
+      ),
+      _M(
+        'collapse/distinct_advantages/METHOD',
+        'per group',
+        'distinct advantages that METHOD would give the same group; far below '
+        'the line above, it cannot tell rows apart',
+      ),
+      _M(
+        'counterfactual/cosine/METHOD/METHOD',
+        'cosine',
+        'between the advantages that two methods would give this batch',
+      ),
+      _M(
+        'counterfactual/sign_flips/METHOD/METHOD',
+        'share of rows',
+        'rows that the two methods would push in opposite directions',
+      ),
+    ),
+  ),
+  Section(
+    'Completions',
+    (
+      _M('completions/mean_length', 'tokens', 'EOS counted', trl=True),
+      _M('completions/min_length', 'tokens', 'the shortest', trl=True),
+      _M('completions/max_length', 'tokens', 'the longest', trl=True),
+      _M(
+        'completions/mean_terminated_length',
+        'tokens',
+        'mean over those that ended by themselves',
+        trl=True,
+      ),
+      _M(
+        'completions/clipped_ratio',
+        'share of rows',
+        'ran into max_new_tokens',
+        trl=True,
+      ),
+      _M(
+        'completions/distinct',
+        'share',
+        'distinct texts of a group over its size, mean over groups',
+      ),
+      _M(
+        'completions/up/mean_length',
+        'tokens',
+        'rows with an advantage above 0',
+      ),
+      _M(
+        'completions/up/clipped_ratio',
+        'share of rows',
+        'of those, ran into the limit',
+      ),
+      _M(
+        'completions/down/mean_length',
+        'tokens',
+        'rows with an advantage below 0',
+      ),
+      _M(
+        'completions/down/clipped_ratio',
+        'share of rows',
+        'of those, ran into the limit',
+      ),
+      _M('num_tokens', 'tokens', 'completion tokens of the step'),
+    ),
+  ),
+  Section(
+    'The update',
+    (
+      _M('loss', 'nats', 'what is minimized, mean over the updates', trl=True),
+      _M(
+        'grad_norm',
+        '1',
+        'global norm of the gradient before clipping',
+        trl=True,
+      ),
+      _M(
+        'learning_rate',
+        'per update',
+        'of the last update, adjustments included',
+        trl=True,
+      ),
+      _M(
+        'skipped_updates',
+        'share of updates',
+        'left out because loss or gradient were not finite',
+      ),
+      _M(
+        'groups_in_loss',
+        'share of groups',
+        'that went through forward and backward pass; groups without signal '
+        'are skipped where that changes nothing',
+      ),
+      _M('entropy', 'nats per token', 'of the policy', trl=True),
+      _M(
+        'entropy/ratio',
+        'of the start',
+        'entropy over the mean of the first 5 steps: 0.8 to 1.2 is calm, the '
+        'alarms are at 0.3 and 3',
+      ),
+      _M('entropy/coef', '1', 'coefficient of the entropy bonus in use'),
+      _M(
+        'kl',
+        'nats per token',
+        'to the reference policy, estimator k3',
+        trl=True,
+      ),
+      _M(
+        'kl/nats_per_sequence',
+        'nats per sequence',
+        'mean over rows of the KL summed over the tokens',
+      ),
+      _M('kl/coef', '1', 'coefficient of the KL term in use'),
+      _M(
+        'clip_ratio/low_mean',
+        'share of tokens',
+        'importance ratio below 1 - clip_low, advantage below 0',
+        trl=True,
+      ),
+      _M(
+        'clip_ratio/high_mean',
+        'share of tokens',
+        'importance ratio above 1 + clip_high, advantage above 0',
+        trl=True,
+      ),
+      _M('clip_ratio/region_mean', 'share of tokens', 'either', trl=True),
+      _M(
+        'sampler_mismatch',
+        'nats per token',
+        'mean absolute difference of the log-probabilities of trainer and '
+        'sampler; 1e-4 and less in float32 at the first update',
+      ),
+      _M('value/KEY', 'own', 'of the value head, where there is one (PPO)'),
+      _M(
+        'heads/NAME/grad_norm',
+        '1',
+        'gradient norm of the head of a reward (decoupled policy)',
+      ),
+      _M(
+        'fusion/NAME/weight',
+        'share',
+        'mean mixing weight of the head of a reward (decoupled policy)',
+      ),
+    ),
+  ),
+  Section(
+    'Time',
+    (
+      _M('epoch', 'passes', 'over the training problems'),
+      _M('time/step', 's', 'the whole step'),
+      _M('time/generate', 's', 'sampling'),
+      _M('time/rewards', 's', 'waiting for rewards after sampling is done'),
+      _M(
+        'time/advantages',
+        's',
+        'aggregation, diagnosis, log-probabilities of the reference',
+      ),
+      _M('time/update', 's', 'forward, backward, optimizer'),
+      _M(
+        'time/metrics',
+        's',
+        'making this row; and, of the step before, writing, rules and report',
+      ),
+      _M('time/PART', 's', 'other parts of the step'),
+      _M(
+        'throughput/tokens_per_second',
+        'tokens/s',
+        'completion tokens over the time of sampling',
+      ),
+      _M(
+        'throughput/tflops',
+        'TFLOP/s',
+        'model FLOPs of the step (2 per parameter and token sampled or scored, '
+        '6 per token trained on) over its time',
+      ),
+      _M(
+        'throughput/mfu',
+        'share',
+        'the same over the peak of the devices, where it is known',
+      ),
+    ),
+  ),
+  Section(
+    'Held-out evaluation',
+    (
+      _M('eval/rewards/NAME/mean', 'reward', 'greedy answers'),
+      _M('eval/rewards/NAME/stderr', 'reward', 'standard error over problems'),
+      _M('eval/completions/mean_length', 'tokens', 'EOS counted'),
+      _M('eval/completions/clipped_ratio', 'share', 'ran into the limit'),
+    ),
+  ),
+)
+
+METRICS = tuple(m for section in SECTIONS for m in section.metrics)
+_PLACEHOLDER = re.compile(r'\b(NAME|A|B|REASON|METHOD|KEY|PART)\b')
+
+
+def _pattern(name: str) -> re.Pattern:
+  parts = _PLACEHOLDER.split(name)
+  # odd parts are the placeholders; names of rewards may hold slashes
+  return re.compile(
+    ''.join('.+' if i % 2 else re.escape(p) for i, p in enumerate(parts))
+  )
+
+
+_PATTERNS = sorted(
+  ((_pattern(m.name), m) for m in METRICS),
+  # the most literal entry first
+  key=lambda pair: -len(_PLACEHOLDER.sub('', pair[1].name)),
+)
+
+
+def describe(name: str) -> Metric | None:
+  """The entry of a metric's name; None where it has none."""
+  for pattern, metric in _PATTERNS:
+    if pattern.fullmatch(name):
+      return metric
+  return None

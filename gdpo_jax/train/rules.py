@@ -1,0 +1,508 @@
+"""Rules that watch a run: small pure functions over its history.
+
+Each `find(history, about, threshold)` looks at the rows of the training steps
+so far, the newest last, and returns what is wrong now, in a sentence with the
+numbers that say so. A metric that is not in the rows is not judged. Which rule
+may do more than warn, and when an alarm is over, is decided in `monitor`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+# Steps that a rule averages over. A batch of 32 rows has a standard error of
+# 0.09 on a binary reward; ten of them have 0.03.
+WINDOW = 10
+# Steps that make "the first steps" of a ratio.
+FIRST = 5
+# KL targets of Ziegler et al. (arXiv:1909.08593) are 6 to 10 nats.
+KL_TARGET = 10.0
+
+
+class RewardInfo(NamedTuple):
+  """What a reward was declared with."""
+
+  name: str
+  weight: float = 1.0
+  range: tuple[float, float] | None = None
+  condition: str | None = None
+  fallback: str | None = None
+
+
+class About(NamedTuple):
+  """What stays the same during a run."""
+
+  rewards: tuple[RewardInfo, ...]
+  prompts_per_step: int
+  group_size: int
+  kl_target: float | None = None  # nats per sequence; None: KL_TARGET
+
+
+class Finding(NamedTuple):
+  """Something is wrong now, with this subject (a reward, a head, the run)."""
+
+  subject: str
+  sentence: str
+
+
+class Adjustment(NamedTuple):
+  """What `action='adjust'` multiplies while the alarm lasts."""
+
+  what: str  # 'learning_rate', 'entropy_coef'; a head's rate: per subject
+  factor: float
+  repeats: int  # how often at most, if the alarm goes on
+
+
+class Rule(NamedTuple):
+  """One thing that goes wrong in runs, and what to do about it."""
+
+  name: str
+  threshold: float
+  unit: str  # what the threshold is compared with
+  advice: str
+  find: Callable[[Sequence[Row], About, float], list[Finding]]
+  release: float | None = (
+    None  # over when it no longer holds at this; None: threshold
+  )
+  adjustment: Adjustment | None = None
+  once: bool = False  # judged on the first row only: advice, not an alarm
+
+
+def values(history: Sequence[Row], key: str, last: int | None = None) -> list:
+  """The finite values of `key`, in the last rows, oldest first."""
+  rows = history[-last:] if last else history
+  found = [row.get(key) for row in rows]
+  return [v for v in found if v is not None and math.isfinite(v)]
+
+
+def full_window(history, key, last=WINDOW) -> float | None:
+  """Mean over the last rows; None unless each of them has the metric."""
+  found = values(history, key, last)
+  return statistics.fmean(found) if len(found) == last else None
+
+
+def entropy_ratio(history: Sequence[Row], last: int = 1) -> float | None:
+  """Mean token entropy of the last rows over that of the first rows."""
+  first = values(history[:FIRST], 'entropy')
+  now = values(history, 'entropy', last)
+  if len(first) < FIRST or len(now) < last or not statistics.fmean(first) > 0:
+    return None
+  return statistics.fmean(now) / statistics.fmean(first)
+
+
+def _pull(reward: RewardInfo) -> float:
+  """+1 where more is better, -1 where the weight is negative."""
+  return -1.0 if reward.weight < 0 else 1.0
+
+
+def _trained(about: About):
+  return [reward for reward in about.rewards if reward.weight]
+
+
+def _noise(row: Row, name: str, about: About) -> float:
+  """Standard error of a batch mean, groups taken as one draw each."""
+  deviation = row.get(f'rewards/{name}/std') or 0.0
+  return deviation / math.sqrt(about.prompts_per_step)
+
+
+def reward_still(history, about, threshold):
+  """No group tells its rows apart, and it is not because all is well."""
+  out = []
+  for reward in _trained(about):
+    key = f'rewards/{reward.name}/'
+    silent = full_window(history, key + 'zero_variance')
+    mean = full_window(history, key + 'mean')
+    if silent is None or mean is None or silent < threshold:
+      continue
+    best = reward.range and reward.range[_pull(reward) > 0]
+    if best is not None and abs(mean - best) < 1e-6:
+      continue  # nothing is left to learn
+    spoke = min(values(history, key + 'zero_variance')) < threshold
+    start = statistics.fmean(values(history, key + 'mean')[:WINDOW])
+    if spoke and _pull(reward) * (mean - start) > 0:
+      continue  # it rose until all rows agreed
+    what = 'no longer tells' if spoke else 'never tells'
+    out.append(
+      Finding(
+        reward.name,
+        f'reward {reward.name} {what} the rows of a group apart: in the last '
+        f'{WINDOW} steps {silent:.0%} of the groups gave all rows the same '
+        f'value, about {mean:.3g}.',
+      )
+    )
+  return out
+
+
+def weight_small(history, about, threshold):
+  """A reward that has something to say is not heard."""
+  rewards = _trained(about)
+  out = []
+  for reward in rewards:
+    share = full_window(history, f'advantage_share/{reward.name}')
+    silent = full_window(history, f'rewards/{reward.name}/zero_variance')
+    if share is None or silent is None or silent > 0.5:
+      continue
+    if share < threshold / len(rewards):
+      out.append(
+        Finding(
+          reward.name,
+          f'reward {reward.name} makes {share:.1%} of the advantage (an even '
+          f'share would be {1 / len(rewards):.0%}) although it tells rows '
+          f'apart in {1 - silent:.0%} of the groups; its weight is '
+          f'{reward.weight:g}.',
+        )
+      )
+  return out
+
+
+def reasons(row: Row, name: str) -> dict[str, float]:
+  """Rows without a value, by reason."""
+  prefix = f'rewards/{name}/missing/'
+  return {k[len(prefix) :]: v for k, v in row.items() if k.startswith(prefix)}
+
+
+def reward_missing(history, about, threshold):
+  """A reward that gives no value for most rows."""
+  out = []
+  for reward in about.rewards:
+    rate = full_window(history, f'rewards/{reward.name}/missing', 3)
+    counts = reasons(history[-1], reward.name)
+    if rate is None or rate < threshold or 'muted' in counts:
+      continue
+    why = 'no reason was recorded'
+    if counts:
+      worst = max(counts, key=counts.get)
+      why = f'mostly {worst!r} ({counts[worst]:.0f} rows in the last step)'
+    out.append(
+      Finding(
+        reward.name,
+        f'reward {reward.name} had no value for {rate:.0%} of the rows of the '
+        f'last 3 steps: {why}.',
+      )
+    )
+  return out
+
+
+def reward_muted(history, about, threshold):
+  """The pipeline gave up on a function for a while."""
+  return [
+    Finding(
+      reward.name,
+      f'reward {reward.name} is muted (weight 0): its calls failed several '
+      'times in a row.',
+    )
+    for reward in about.rewards
+    if reasons(history[-1], reward.name).get('muted', 0) > threshold
+  ]
+
+
+def not_finite(history, about, threshold):
+  """Updates were skipped because loss or gradient were not finite."""
+  row = history[-1]
+  share = row.get('skipped_updates') or 0.0
+  if share <= threshold:
+    return []
+  suspects = [
+    reward.name
+    for reward in about.rewards
+    if {'nan', 'inf'} & reasons(row, reward.name).keys()
+  ]
+  cause = 'the loss or its gradient was NaN or infinite'
+  if suspects:
+    cause += f'; in the same step {", ".join(suspects)} returned NaN or inf'
+  return [
+    Finding('update', f'{share:.0%} of the updates were skipped: {cause}.')
+  ]
+
+
+def kl_high(history, about, threshold):
+  """The policy runs away from the reference."""
+  target = about.kl_target or KL_TARGET
+  now = full_window(history, 'kl/nats_per_sequence', 3)
+  if now is None or now <= threshold * target:
+    return []
+  return [
+    Finding(
+      'kl',
+      f'KL to the reference is {now:.1f} nats per sequence over the last 3 '
+      f'steps, {now / target:.1f} times the target of {target:g}.',
+    )
+  ]
+
+
+def entropy_collapse(history, about, threshold):
+  """The sampler gives the same answer again and again.
+
+  Entropy alone does not tell: a run that learns to be brief and right may end
+  at a fifth of its first entropy (SmolLM2 on arithmetic does). So the rows of
+  a group must have become copies as well.
+  """
+  ratio = entropy_ratio(history, FIRST)
+  distinct = full_window(history, 'completions/distinct', FIRST)
+  if ratio is None or distinct is None or ratio >= threshold or distinct > 0.5:
+    return []
+  return [
+    Finding(
+      'entropy',
+      f'entropy is {ratio:.2f} times that of the first steps, and only '
+      f'{distinct:.0%} of the completions of a group are distinct.',
+    )
+  ]
+
+
+def entropy_rise(history, about, threshold):
+  """The policy dissolves into noise."""
+  ratio = entropy_ratio(history, 3)
+  if ratio is None or ratio <= threshold:
+    return []
+  return [
+    Finding('entropy', f'entropy is {ratio:.1f} times that of the first steps.')
+  ]
+
+
+def condition_silent(history, about, threshold):
+  """A reward waits for a condition that hardly ever holds."""
+  out = []
+  for reward in about.rewards:
+    held = full_window(history, f'condition/{reward.name}/held')
+    if reward.condition is None or held is None or held >= threshold:
+      continue
+    out.append(
+      Finding(
+        reward.name,
+        f'the condition of reward {reward.name} ({reward.condition}) held on '
+        f'{held:.1%} of the rows of the last {WINDOW} steps.',
+      )
+    )
+  return out
+
+
+def early_oscillation(history, about, threshold):
+  """In the first steps a reward jumps up and down by more than noise."""
+  if not WINDOW <= len(history) <= 5 * WINDOW:
+    return []
+  out = []
+  for reward in about.rewards:
+    means = values(history, f'rewards/{reward.name}/mean', WINDOW)
+    noise = _noise(history[-1], reward.name, about)
+    steps = [b - a for a, b in zip(means, means[1:])]
+    turns = sum(a * b < 0 for a, b in zip(steps, steps[1:]))
+    if len(means) < WINDOW or not noise or turns < WINDOW - 4:
+      continue
+    jump = statistics.fmean(map(abs, steps))
+    if jump > threshold * noise:
+      out.append(
+        Finding(
+          reward.name,
+          f'reward {reward.name} turns around in {turns} of the last '
+          f'{WINDOW - 2} steps, by {jump:.2g} on average; chance alone would '
+          f'move it by about {noise:.2g}.',
+        )
+      )
+  return out
+
+
+def late_drop(history, about, threshold):
+  """A reward that had risen has fallen well below its best."""
+  out = []
+  for reward in _trained(about):
+    key = f'rewards/{reward.name}/mean'
+    means = [_pull(reward) * v for v in values(history, key)]
+    if len(means) < 2 * WINDOW:
+      continue
+    windows = [
+      statistics.fmean(means[i : i + WINDOW])
+      for i in range(len(means) - WINDOW + 1)
+    ]
+    best = max(windows)
+    now = statistics.fmean(means[-FIRST:])
+    # both ends are means of several steps; the shorter one rules the noise
+    deviation = max(
+      values(history, f'rewards/{reward.name}/std') or [0.0]
+    ) / math.sqrt(about.prompts_per_step * FIRST)
+    if best - now > threshold * deviation and best - now > 0.25 * abs(best):
+      at = windows.index(best)
+      out.append(
+        Finding(
+          reward.name,
+          f'reward {reward.name} fell from {_pull(reward) * best:.3g} '
+          f'(around step {history[at].get("step", at + 1)}) to '
+          f'{_pull(reward) * now:.3g}.',
+        )
+      )
+  return out
+
+
+def head_dead(history, about, threshold):
+  """A head of a decoupled policy gets hardly any gradient."""
+  keys = [
+    key
+    for key in history[-1]
+    if key.startswith('heads/') and key.endswith('/grad_norm')
+  ]
+  norms = {key: full_window(history, key) for key in keys}
+  if len(keys) < 2 or None in norms.values():
+    return []
+  middle = statistics.median(norms.values())
+  return [
+    Finding(
+      key.split('/')[1],
+      f'head {key.split("/")[1]} has a gradient norm of {norm:.2g}, the middle '
+      f'one of the heads {middle:.2g}.',
+    )
+    for key, norm in norms.items()
+    if norm < threshold * middle
+  ]
+
+
+def batch_small(history, about, threshold):
+  """Statistics over too few rows; said once."""
+  rows = about.prompts_per_step * about.group_size
+  seen = {
+    reward.name: rows
+    * (1 - (history[0].get(f'rewards/{reward.name}/missing') or 0.0))
+    for reward in _trained(about)
+  }
+  few = [f'{name} {n:.0f}' for name, n in seen.items() if n < threshold]
+  if rows >= 8 * threshold and not few:
+    return []
+  sentence = (
+    f'a step has {rows} rows ({about.prompts_per_step} prompts x '
+    f'{about.group_size}); below {8 * threshold:g} the batch statistics and '
+    'the gradient are noisy.'
+  )
+  if few:
+    sentence += (
+      f' Rewards with a value on fewer than {threshold:g} rows: '
+      f'{", ".join(few)}.'
+    )
+  return [Finding('batch', sentence)]
+
+
+RULES = (
+  Rule(
+    'batch_small',
+    32,
+    'rows per reward and step (eight times as many in all)',
+    'Raise prompts_per_step or group_size (prompts_per_micro_batch keeps the '
+    'memory); or expect to need a lower learning rate and more steps.',
+    batch_small,
+    once=True,
+  ),
+  Rule(
+    'reward_still',
+    0.95,
+    f'share of groups with equal values, mean of {WINDOW} steps',
+    'It adds nothing to the advantage. Look at some of its rows: is the '
+    'function wired to the right column? If it is always 0, the task is too '
+    'hard for now: easier prompts, larger groups, a graded score in place of '
+    'yes and no, or a warm start. If it is constant by design, set its weight '
+    'to 0.',
+    reward_still,
+  ),
+  Rule(
+    'weight_small',
+    0.1,
+    f'share of the advantage over an even share, mean of {WINDOW} steps',
+    'Raise its weight, or set it to 0 if it is only to be logged. With a '
+    'method that sums first (grpo, dr_grpo), a reward with a small unit '
+    'drowns: use gdpo or rescale it.',
+    weight_small,
+  ),
+  Rule(
+    'reward_missing',
+    0.5,
+    'share of rows without a value, mean of 3 steps',
+    'Read the failure records of that function; raise timeout_s if it is '
+    'slow; give it a fallback, so that the rows keep a value.',
+    reward_missing,
+  ),
+  Rule(
+    'reward_muted',
+    0.0,
+    'rows that were not scored because the function rests',
+    'The run goes on without this reward and tries it again later. Repair the '
+    'function or its service; give it a fallback; raise mute_after if such '
+    'gaps are normal.',
+    reward_muted,
+  ),
+  Rule(
+    'not_finite',
+    0.0,
+    'share of the updates of a step that were skipped',
+    'Parameters were left as they were. If it goes on: lower the learning '
+    'rate, compute in float32, and look for rewards or advantages of enormous '
+    'size.',
+    not_finite,
+  ),
+  Rule(
+    'kl_high',
+    2.0,
+    'times the target, nats per sequence, mean of 3 steps',
+    'Halve the learning rate, or raise kl_coef. With several updates per '
+    'batch, use fewer.',
+    kl_high,
+    release=1.0,
+    adjustment=Adjustment('learning_rate', 0.5, 4),
+  ),
+  Rule(
+    'entropy_collapse',
+    0.3,
+    f'times the entropy of the first {FIRST} steps, with half of each group '
+    'copies',
+    'Raise entropy_coef by half (from 0: to 1e-3) or the temperature, raise '
+    'clip_high (DAPO), lower the learning rate; groups of copies teach '
+    'nothing.',
+    entropy_collapse,
+    release=0.5,
+    adjustment=Adjustment('entropy_coef', 1.5, 4),
+  ),
+  Rule(
+    'entropy_rise',
+    3.0,
+    f'times the entropy of the first {FIRST} steps, mean of 3 steps',
+    'Lower entropy_coef and the learning rate; check that the sampler and the '
+    'trainer agree (sampler_mismatch).',
+    entropy_rise,
+    release=2.0,
+  ),
+  Rule(
+    'condition_silent',
+    0.02,
+    f'share of rows on which it holds, mean of {WINDOW} steps',
+    'The conditioned reward is 0 nearly everywhere. Lower the threshold '
+    '(objectives.shaping.calibrate_threshold proposes one from a finished '
+    'run), or train the reward that it waits for first (a weight schedule).',
+    condition_silent,
+  ),
+  Rule(
+    'early_oscillation',
+    3.0,
+    f'times the standard error of a step, mean jump of {WINDOW} steps',
+    'The steps are too large: halve the learning rate, lengthen the warm-up '
+    '(warmup_share), or take larger batches.',
+    early_oscillation,
+  ),
+  Rule(
+    'late_drop',
+    4.0,
+    f'standard errors below the best {WINDOW} steps, and a quarter of it',
+    'Go back to a checkpoint before the drop. If another reward rose '
+    'meanwhile, they are in conflict: condition the easy one on the hard one, '
+    'or shift the weights; otherwise lower the learning rate.',
+    late_drop,
+  ),
+  Rule(
+    'head_dead',
+    1e-3,
+    f'of the median gradient norm of the heads, mean of {WINDOW} steps',
+    'Raise the learning rate of that head by a tenth; check that its reward '
+    'still tells rows apart.',
+    head_dead,
+    release=1e-2,
+    adjustment=Adjustment('head_learning_rate', 1.1, 10),
+  ),
+)

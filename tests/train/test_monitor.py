@@ -1,0 +1,126 @@
+"""Alarms, adjustments that are taken back, and runs that are continued."""
+
+import pytest
+import run_histories
+
+from gdpo_jax.rewards.pipeline import Reward
+from gdpo_jax.train import monitor, rules
+
+ABOUT = run_histories.ABOUT
+
+
+def kl(step):
+  """Too high in steps 5 to 20."""
+  return 20.0 if 5 <= step <= 20 else 3.0
+
+
+def watch(rows, actions='', about=ABOUT):
+  watching = monitor.Monitor(about, actions)
+  return watching, [e for r in rows for e in watching.check(r['step'], r)]
+
+
+def test_an_alarm_is_raised_once_and_is_over_once():
+  rows = run_histories.run(40, **{'kl/nats_per_sequence': kl})
+  watching, events = watch(rows)
+  assert [(e.step, e.rule, e.kind) for e in events] == [
+    (6, 'kl_high', 'alarm'),  # the mean of 3, 14.3, is above 12
+    (23, 'kl_high', 'over'),  # and again below the target itself
+  ]
+  assert 'Halve the learning rate' in events[0].text
+  assert watching.factors == {} and watching.alarms == []
+
+
+def test_adjustments_are_repeated_logged_and_taken_back():
+  rows = run_histories.run(40, **{'kl/nats_per_sequence': kl})
+  watching = monitor.Monitor(ABOUT, 'kl_high=adjust')
+  factors = []
+  events = []
+  for row in rows:
+    events += watching.check(row['step'], row)
+    factors.append(watching.factors.get('learning_rate', 1.0))
+  # every 5 steps, at most four times
+  assert (
+    factors[4:24]
+    == [1.0] + [0.5] * 5 + [0.25] * 5 + [0.125] * 5 + [0.0625] * 2 + [1.0] * 2
+  )
+  kinds = [e.kind for e in events]
+  assert kinds == ['alarm', *['adjusted'] * 4, 'over']
+  assert 'learning_rate is now 0.5 times' in events[1].text
+  assert 'learning_rate is back' in events[-1].text
+
+
+def test_entropy_coefficient_goes_up_by_half_and_returns():
+  def falls(step):
+    return 0.1 if 6 <= step <= 14 else 1.0
+
+  rows = run_histories.run(30, entropy=falls, **{'completions/distinct': 0.25})
+  watching = monitor.Monitor(ABOUT, 'entropy_collapse=adjust')
+  seen = []
+  for row in rows:
+    watching.check(row['step'], row)
+    seen.append(watching.factors.get('entropy_coef'))
+  assert seen[7] is None and seen[8] == 1.5 and seen[-1] is None
+
+
+def test_stop_ends_the_run():
+  rows = run_histories.run(3, skipped_updates=lambda s: float(s == 2))
+  watching, events = watch(rows, 'not_finite=stop')
+  assert watching.should_stop
+  assert events[0].kind == 'stop' and events[0].step == 2
+
+
+def test_off_says_nothing():
+  rows = run_histories.run(20, **{'kl/nats_per_sequence': kl})
+  assert watch(rows, 'kl_high=off')[1] == []
+  small = ABOUT._replace(prompts_per_step=2)
+  assert watch(rows, 'all=off', small)[1] == []
+  events = watch(rows, 'all=off, kl_high=warn', small)[1]
+  assert {e.rule for e in events} == {'kl_high'}
+
+
+def test_a_continued_run_stands_where_it_was():
+  rows = run_histories.run(40, **{'kl/nats_per_sequence': kl})
+  whole = monitor.Monitor(ABOUT, 'kl_high=adjust')
+  events = []
+  for row in rows[:12]:
+    whole.check(row['step'], row)
+  events = [e for r in rows[12:] for e in whole.check(r['step'], r)]
+  again = monitor.Monitor(ABOUT, 'kl_high=adjust')
+  again.replay(rows[:12])
+  assert again.factors == {'learning_rate': 0.25}
+  assert [e for r in rows[12:] for e in again.check(r['step'], r)] == events
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    ('kl_hihg=warn', 'kl_hihg.*there are batch_small'),
+    ('kl_high=adapt', 'off, warn, adjust, stop'),
+    ('kl_high', 'RULE=ACTION'),
+    ('reward_still=adjust', 'nothing to adjust.*kl_high'),
+  ],
+)
+def test_wrong_actions_are_refused(text, words):
+  with pytest.raises(ValueError, match=words):
+    monitor.parse_actions(text)
+
+
+def test_what_is_known_about_rewards_survives_the_file(tmp_path):
+  def f(completions, **_):
+    return [0.0] * len(completions)
+
+  about = rules.About(
+    monitor.describe_rewards(
+      (
+        Reward(f, name='a', range=(0, 1)),
+        Reward(f, name='b', weight=0.5, condition={'a': 0.5}, fallback='a'),
+        Reward(f, name='c', condition=('a', 1)),
+      )
+    ),
+    prompts_per_step=8,
+    group_size=4,
+  )
+  assert [r.condition for r in about.rewards] == [None, 'a>=0.5', 'a>=1']
+  monitor.write_about(tmp_path, about)
+  assert monitor.read_about(tmp_path) == about
+  assert monitor.read_about(tmp_path / 'elsewhere') is None

@@ -1,0 +1,205 @@
+"""Every rule on rows made by hand, and on runs that went well."""
+
+import pathlib
+
+import pytest
+import run_histories
+
+from gdpo_jax.train import metrics, monitor, rules
+
+RESULTS = pathlib.Path(__file__).parents[2] / 'experiments' / 'results'
+BY_NAME = {rule.name: rule for rule in rules.RULES}
+ABOUT = run_histories.ABOUT
+
+
+def find(name, history, about=ABOUT):
+  rule = BY_NAME[name]
+  return rule.find(history, about, rule.threshold)
+
+
+# rule -> (what is wrong from the first step on, subject, words of the sentence)
+FAULTS = {
+  'reward_still': (
+    {'right/zero_variance': 1.0, 'right/mean': 0.25},
+    'right',
+    ['never tells', '100%', '0.25'],
+  ),
+  'weight_small': (
+    {'advantage_share/short': 0.01, 'advantage_share/right': 0.99},
+    'short',
+    ['1.0%', '50%'],
+  ),
+  'reward_missing': (
+    {
+      'short/missing': 0.75,
+      'short/missing/timeout': 180.0,
+      'short/missing/nan': 12.0,
+    },
+    'short',
+    ['75%', "'timeout'", '180'],
+  ),
+  'reward_muted': ({'short/missing/muted': 256.0}, 'short', ['muted']),
+  'not_finite': (
+    {'skipped_updates': 1.0, 'right/missing/nan': 4.0, 'loss': None},
+    'update',
+    ['100%', 'right returned NaN'],
+  ),
+  'kl_high': ({'kl/nats_per_sequence': 13.0}, 'kl', ['13.0', '2.2 times']),
+  'condition_silent': (
+    {'condition/short/held': 0.005},
+    'short',
+    ['right>=1', '0.5%'],
+  ),
+}
+
+
+@pytest.mark.parametrize('name', FAULTS)
+def test_a_fault_is_found_and_named(name):
+  changes, subject, words = FAULTS[name]
+  found = find(name, run_histories.run(20, **changes))
+  assert [f.subject for f in found] == [subject]
+  for word in words:
+    assert word in found[0].sentence, found[0].sentence
+
+
+@pytest.mark.parametrize('name', FAULTS)
+def test_every_other_rule_is_silent_about_it(name):
+  changes, _, _ = FAULTS[name]
+  history = run_histories.run(20, **changes)
+  loud = {
+    r.name
+    for r in rules.RULES
+    if not r.once and r.find(history, ABOUT, r.threshold)
+  }
+  assert loud == {name}
+
+
+@pytest.mark.parametrize('name', sorted(BY_NAME))
+def test_a_rule_without_its_metrics_says_nothing(name):
+  history = [{'step': step} for step in range(1, 61)]
+  if not BY_NAME[name].once:
+    assert find(name, history) == []
+
+
+def test_a_reward_that_reached_its_best_is_not_still():
+  def best(step):
+    return 1.0 if step > 10 else 0.5
+
+  def silent(step):
+    return 1.0 if step > 10 else 0.2
+
+  changes = {'right/mean': best, 'right/zero_variance': silent}
+  assert find('reward_still', run_histories.run(30, **changes)) == []
+  # without a declared range: it rose until all agreed
+  changes = {'short/mean': best, 'short/zero_variance': silent}
+  assert find('reward_still', run_histories.run(30, **changes)) == []
+  # it fell until all agreed
+  changes['short/mean'] = lambda step: 0.0 if step > 10 else 0.5
+  found = find('reward_still', run_histories.run(30, **changes))
+  assert 'no longer tells' in found[0].sentence
+
+
+def test_entropy_needs_copies_to_have_collapsed():
+  def falls(step):
+    return 1.0 if step <= 5 else 0.2
+
+  brief = run_histories.run(20, entropy=falls)
+  assert find('entropy_collapse', brief) == []
+  copies = run_histories.run(20, entropy=falls, **{'completions/distinct': 0.3})
+  (found,) = find('entropy_collapse', copies)
+  assert '0.20 times' in found.sentence and '30%' in found.sentence
+  # in the first steps there is nothing to compare with
+  assert find('entropy_collapse', copies[:8]) == []
+
+
+def test_entropy_that_rises():
+  rising = run_histories.run(9, entropy=lambda s: 1.0 if s <= 5 else 4.0)
+  (found,) = find('entropy_rise', rising)
+  assert '4.0 times' in found.sentence
+  assert find('entropy_rise', rising[:6]) == []
+
+
+def test_early_oscillation():
+  # the standard error of a step is 0.5 / 8 = 0.0625
+  jumps = run_histories.run(
+    12, **{'right/mean': lambda s: 0.5 + 0.15 * (-1) ** s}
+  )
+  (found,) = find('early_oscillation', jumps)
+  assert found.subject == 'right' and '8 of the last 8' in found.sentence
+  chance = run_histories.run(
+    12, **{'right/mean': lambda s: 0.5 + 0.06 * (-1) ** s}
+  )
+  assert find('early_oscillation', chance) == []
+  rising = run_histories.run(12, **{'right/mean': lambda s: 0.3 * s})
+  assert find('early_oscillation', rising) == []
+  late = run_histories.run(60, **{'right/mean': lambda s: 0.3 * (-1) ** s})
+  assert find('early_oscillation', late) == []
+
+
+def test_late_drop_says_where_the_best_was():
+  def falls(step):
+    return 0.8 if 10 <= step < 30 else 0.2
+
+  dropped = run_histories.run(40, **{'right/mean': falls})
+  (found,) = find('late_drop', dropped)
+  assert found.subject == 'right'
+  assert '0.8 (around step 10) to 0.2' in found.sentence
+  assert find('late_drop', dropped[:30]) == []
+
+
+def test_a_negative_weight_turns_better_round():
+  about = ABOUT._replace(
+    rewards=(rules.RewardInfo('right', -1.0), ABOUT.rewards[1])
+  )
+  rises = run_histories.run(
+    40, **{'right/mean': lambda s: 0.8 if s >= 30 else 0.2}
+  )
+  # a cost that rises is a drop
+  (found,) = find('late_drop', rises, about)
+  assert 'fell from 0.2' in found.sentence and 'to 0.8' in found.sentence
+
+
+def test_a_dead_head():
+  history = run_histories.run(12)
+  for r in history:
+    r.update({f'heads/{n}/grad_norm': 1.0 for n in 'abc'})
+    r['heads/b/grad_norm'] = 1e-5
+  (found,) = find('head_dead', history)
+  assert found.subject == 'b'
+
+
+def test_batch_size_is_judged_per_reward_and_in_all():
+  history = run_histories.run(1)
+  assert find('batch_small', history) == []
+  (found,) = find('batch_small', history, ABOUT._replace(prompts_per_step=8))
+  assert '32 rows' in found.sentence and 'fewer than' not in found.sentence
+  history = run_histories.run(1, **{'short/missing': 0.95})
+  (found,) = find('batch_small', history)
+  assert 'short 13' in found.sentence
+
+
+def demo(seed):
+  path = RESULTS / 'demo' / f'metrics_seed{seed}.jsonl'
+  return metrics.split_history(metrics.read_jsonl(path))[0]
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_no_false_alarm_on_a_real_run_that_went_well(seed):
+  """SmolLM2 on arithmetic: entropy falls to a quarter, length reaches 1."""
+  about = rules.About(
+    (
+      rules.RewardInfo('correct', 1.0, (0.0, 1.0)),
+      rules.RewardInfo('length', 1.0, (0.0, 1.0), 'correct>=1'),
+    ),
+    prompts_per_step=8,
+    group_size=4,
+  )
+  watching = monitor.Monitor(about)
+  events = [e for row in demo(seed) for e in watching.check(row['step'], row)]
+  assert [(e.rule, e.kind) for e in events] == [('batch_small', 'advice')]
+
+
+def test_no_false_alarm_on_rows_that_stay_healthy():
+  watching = monitor.Monitor(ABOUT)
+  rows = run_histories.run(60)
+  assert [e for row in rows for e in watching.check(row['step'], row)] == []
