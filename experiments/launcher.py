@@ -17,7 +17,6 @@ import data_choice
 import jax
 import ml_collections
 import numpy as np
-import rich.console
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -30,6 +29,7 @@ from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.tasks.base import Task
 from gdpo_jax.train import loop, policies, report, state, step, warm_start
 from gdpo_jax.train.controllers import Controllers
+from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
 
@@ -98,15 +98,18 @@ def run(
   settings: Settings,
   config: ml_collections.ConfigDict,
   directory: pathlib.Path,
+  progress: Progress | None = None,
 ) -> loop.Result:
-  """Warm start where asked, train, then the table, the curves, the answers."""
-  console = rich.console.Console()
+  """Warm start where asked, train, then the table and the curves."""
+  progress = progress or Progress()
   directory.mkdir(parents=True, exist_ok=True)
   (directory / 'config.json').write_text(config.to_json(indent=2))
   policy = policy_of(model.config, settings)
   params = model.params
   if config.warm_start_updates:
-    params = _warm_started(policy, model, task, settings, config, directory)
+    params = _warm_started(
+      policy, model, task, settings, config, directory, progress
+    )
   result = loop.train(
     policy,
     params,
@@ -116,15 +119,15 @@ def run(
     directory,
     heldout=task.heldout[: config.heldout],
     eval_batch_size=config.eval_batch_size,
+    progress=progress,
   )
   names = [reward.name for reward in task.rewards]
   report.curves(result.history, names, directory / 'curves.png')
-  console.print(report.table(result.history, names))
-  console.print(f'run directory: {directory}', soft_wrap=True)
+  progress.finish(report.table(result.history, names), directory)
   return result
 
 
-def _warm_started(policy, model, task, settings, config, directory):
+def _warm_started(policy, model, task, settings, config, directory, progress):
   """Supervised start, kept beside the run so that a restart does not repeat it."""
   kept = directory / 'warm_start'
   if kept.exists():
@@ -147,9 +150,8 @@ def _warm_started(policy, model, task, settings, config, directory):
     mesh,
     num_updates=config.warm_start_updates,
     learning_rate=config.warm_start_rate,
-    report=lambda i, loss: print(
-      f'warm start {i}/{config.warm_start_updates}  {loss:.3f} nats/token',
-      flush=True,
+    report=lambda i, loss: progress.note(
+      f'warm start {i}/{config.warm_start_updates}  {loss:.3f} nats/token'
     ),
   )
   partial = directory / 'warm_start.partial'
@@ -173,12 +175,24 @@ def experiment(
   only_build = flags.DEFINE_bool(
     'dry_run', False, 'Only build the whole step abstractly, print its sizes.'
   )
+  quiet = flags.DEFINE_bool(
+    'quiet', False, 'Say nothing but alarms and where the run is.'
+  )
+  as_json = flags.DEFINE_bool(
+    'json', False, 'Say everything as JSON, one object per line.'
+  )
   flags.mark_flag_as_required('config')
 
   def run_it(argv):
     if len(argv) > 1:
       raise app.UsageError(f'unexpected arguments {argv[1:]}.')
-    main(config.value, task_of, run_dir.value, only_build.value)
+    main(
+      config.value,
+      task_of,
+      run_dir.value,
+      only_build.value,
+      Progress(quiet=quiet.value, as_json=as_json.value),
+    )
 
   start(run_it)
 
@@ -212,6 +226,7 @@ def main(
   task_of: Callable[[ml_collections.ConfigDict], Task],
   run_dir: str,
   only_build: bool,
+  progress: Progress | None = None,
 ) -> None:
   """Checks everything that can be checked, then loads, then runs."""
   settings = settings_of(config)
@@ -229,7 +244,7 @@ def main(
     [reward.weight for reward in task.rewards],
   )
   directory = pathlib.Path(run_dir or f'runs/{task.name}')
-  run(load_model(config), task, settings, config, directory)
+  run(load_model(config), task, settings, config, directory, progress)
 
 
 def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:

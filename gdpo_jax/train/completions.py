@@ -10,14 +10,14 @@ all rows of it (where pyarrow is installed, extra `track`).
 import functools
 import importlib.util
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from gdpo_jax.objectives import advantages as adv
-from gdpo_jax.objectives import combine, masked, sum_first
+from gdpo_jax.objectives import combine, masked
 
 
 class Trace(NamedTuple):
@@ -25,7 +25,7 @@ class Trace(NamedTuple):
 
   raw: np.ndarray  # f32[P, G, K], as scored
   shaped: np.ndarray  # f32[P, G, K], after conditions
-  normalized: np.ndarray  # f32[P, G, K], see `sums_first`
+  normalized: np.ndarray  # f32[P, G, K], see sums_first
   weighted: np.ndarray  # f32[P, G, K], times the weights
   combined: np.ndarray  # f32[P, G], the sum of `weighted`
   final: np.ndarray  # f32[P, G], what the policy was trained with
@@ -33,14 +33,13 @@ class Trace(NamedTuple):
   counted: np.ndarray  # bool[P, G], False: the row was left out of the loss
 
 
-def sums_first(advantage: Any) -> bool:
-  """Whether a method adds the rewards before it looks at the group.
+def sums_first(settings) -> bool:
+  """Whether the method adds the rewards before it looks at the group.
 
   Its `normalized` values are then deviations from the mean of the group, in
   the unit of the reward; else z-scores.
   """
-  function = adv.ADVANTAGES.get(advantage, advantage)
-  return getattr(function, '__module__', '') == sum_first.__name__
+  return settings.has_value_head or settings.advantage in adv.SUM_FIRST
 
 
 @functools.partial(jax.jit, static_argnames=('centred_only', 'eps', 'ddof'))
@@ -60,7 +59,7 @@ def trace(experience, settings) -> Trace:
       groups.rewards,
       groups.valid,
       weights,
-      centred_only=sums_first(settings.advantage),
+      centred_only=sums_first(settings),
       eps=settings.advantage_eps,
       ddof=settings.advantage_ddof,
     )
@@ -83,10 +82,10 @@ _PER_REWARD = ('raw', 'shaped', 'normalized', 'weighted')
 
 
 def records(
-  step: int, experience, names: Sequence[str], trace: Trace, max_groups: int
+  step: int, experience, trace: Trace, max_groups: int
 ) -> list[dict[str, Any]]:
   """The first groups of a step as records for `samples.jsonl`."""
-  groups = experience.groups
+  groups, names = experience.groups, experience.names
   failures = _failures(experience)
   size = groups.tokens.shape[1]
   out = []
@@ -146,7 +145,6 @@ def write_table(
   directory: pathlib.Path,
   step: int,
   experience,
-  names: Sequence[str],
   trace: Trace,
 ) -> pathlib.Path:
   """All rows of a step as `completions/STEP.parquet`; needs pyarrow.
@@ -172,7 +170,7 @@ def write_table(
     'counted': trace.counted.reshape(-1),
   }
   for what in _PER_REWARD:
-    for k, name in enumerate(names):
+    for k, name in enumerate(experience.names):
       columns[f'{what}/{name}'] = getattr(trace, what)[..., k].reshape(-1)
   columns['combined'] = trace.combined.reshape(-1)
   columns['final'] = trace.final.reshape(-1)
@@ -199,35 +197,26 @@ class Contribution(NamedTuple):
 
 
 def contributions(
-  advantage: Any,
-  rewards: np.ndarray,
-  valid: np.ndarray,
+  advantages_of: Callable[[np.ndarray], Any],
   weights: np.ndarray,
   names: Sequence[str],
-  **keywords,
 ) -> dict[str, Contribution]:
   """Leaves out one reward at a time and computes the advantages again.
 
   Args:
-    advantage: a name in ADVANTAGES, or such a function.
-    rewards, valid, weights: [P, G, K], [P, G, K], [K], after conditions.
-    keywords: what the method is called with (eps, ddof, whiten, ...).
+    advantages_of: f32[K] weights -> f32[P, G] advantages of the same batch.
+    weights: f32[K].
   Returns:
     by reward. Cosine 1 and no rank changes: the reward is not heard. A pair
     counts as changed where its order turns round, or a tie comes or goes.
   """
-  function = adv.ADVANTAGES.get(advantage, advantage)
   weights = np.asarray(weights, np.float32)
-
-  def advantages(w):
-    return np.asarray(function(rewards, valid, w, **keywords), np.float64)
-
-  full = advantages(weights)
+  full = np.asarray(advantages_of(weights), np.float64)
   out = {}
   for k, name in enumerate(names):
     without = weights.copy()
     without[k] = 0.0
-    other = advantages(without)
+    other = np.asarray(advantages_of(without), np.float64)
     norm = np.linalg.norm(full) * np.linalg.norm(other)
     out[name] = Contribution(
       cosine=float((full * other).sum() / norm) if norm else 0.0,

@@ -76,11 +76,6 @@ SECTIONS = (
         'rows that the fallback of the reward answered',
       ),
       _M(
-        'rewards/NAME/seconds',
-        's',
-        'duration of its call; calls run side by side',
-      ),
-      _M(
         'rewards/NAME/weight',
         '1',
         'weight in use: as declared or scheduled, 0 where muted',
@@ -246,12 +241,19 @@ SECTIONS = (
       ),
       _M('entropy', 'nats per token', 'of the policy', trl=True),
       _M(
+        'entropy/sampled',
+        'nats per token',
+        'the same of the sampler, estimated by minus the mean log-probability '
+        'of what was sampled; over all rows, also those of groups without '
+        'signal, which the update leaves out',
+      ),
+      _M(
         'entropy/ratio',
         'of the start',
-        'entropy over the mean of the first 5 steps: 0.8 to 1.2 is calm, the '
-        'alarms are at 0.3 and 3',
+        'entropy/sampled over the mean of the first 5 steps: 0.8 to 1.2 is '
+        'calm, the alarms are at 0.3 and 3',
       ),
-      _M('entropy/coef', '1', 'coefficient of the entropy bonus in use'),
+      _M('entropy_coef', '1', 'coefficient of the entropy bonus in use'),
       _M(
         'kl',
         'nats per token',
@@ -283,7 +285,28 @@ SECTIONS = (
         'mean absolute difference of the log-probabilities of trainer and '
         'sampler; 1e-4 and less in float32 at the first update',
       ),
-      _M('value/KEY', 'own', 'of the value head, where there is one (PPO)'),
+      _M(
+        'kl/to_sampler',
+        'nats per token',
+        'to the policy that sampled, estimator k3',
+      ),
+      _M(
+        'value/mean',
+        'reward',
+        'mean over tokens of the value head (PPO)',
+      ),
+      _M(
+        'value/squared_error',
+        'reward squared',
+        'mean squared distance to the returns',
+      ),
+      _M(
+        'value/bias',
+        'deviations',
+        '(mean return - mean value) / deviation of the values; healthy within '
+        '-0.5 and 0.5',
+      ),
+      _M('value/ratio', '1', 'mean return over mean value'),
       _M(
         'heads/NAME/grad_norm',
         '1',
@@ -304,9 +327,19 @@ SECTIONS = (
       _M('time/generate', 's', 'sampling'),
       _M('time/rewards', 's', 'waiting for rewards after sampling is done'),
       _M(
+        'time/rewards/NAME',
+        's',
+        'duration of the calls of a reward; they run side by side',
+      ),
+      _M(
         'time/advantages',
         's',
-        'aggregation, diagnosis, log-probabilities of the reference',
+        'aggregation, log-probabilities of the reference',
+      ),
+      _M(
+        'time/diagnosis',
+        's',
+        'comparison with other methods, and gradient cosines where asked for',
       ),
       _M('time/update', 's', 'forward, backward, optimizer'),
       _M(

@@ -50,12 +50,12 @@ def order(label: str) -> float:
   return -np.inf if label == 'nan' else sum(edges(label)) / 2
 
 
-def step_histograms(experience, names) -> Mapping[str, dict[str, int]]:
+def step_histograms(experience) -> Mapping[str, dict[str, int]]:
   """Raw rewards, advantages and lengths of one batch."""
   groups = experience.groups
   out = {
     f'rewards/{name}': log_histogram(groups.values[..., k])
-    for k, name in enumerate(names)
+    for k, name in enumerate(experience.names)
   }
   out['advantages'] = log_histogram(experience.advantages)
   out['completions/length'] = log_histogram(groups.mask.sum(-1))

@@ -30,6 +30,7 @@ from gdpo_jax.train.experience import Collector, minibatches
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.train.step import make_loss, make_train_step
+from gdpo_jax.train.watch import Watch
 from gdpo_jax.types import TrainState
 
 _log = logging.getLogger(__name__)
@@ -64,8 +65,9 @@ def train(
       policy where `settings.kl_coef` is not 0. Under LoRA it stays as it is,
       and the result's state has the part beside it.
     settings: plain or resolved.
-    directory: metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and
-      heldout/STEP.jsonl (answers to held-out problems) are written here.
+    directory: report.html, metrics.jsonl and the files beside it (see
+      `watch`), checkpoints/ and heldout/STEP.jsonl (answers to held-out
+      problems) are written here.
     heldout: problems for evaluation, the task's own by default; [] for none.
     after_step: called with (step, row) when a step is written.
   Raises:
@@ -110,6 +112,7 @@ def train(
     start = jax.device_put(params, sharding.shardings(mesh, params))
   frozen = (base,) if base else ()
   train_step = make_train_step(policy, optimizer, settings, mesh)
+  num_params = sum(x.size for x in jax.tree.leaves(params))
 
   with contextlib.ExitStack() as stack:
     pipeline = stack.enter_context(
@@ -128,13 +131,6 @@ def train(
         policies.check_base(record['base'], base)
       iterator.restore(record['cursor'])
       _log.info('continuing %s at step %d', directory, int(state.step))
-    writer = metrics_lib.Writer(
-      directory, resume_step=int(state.step) if restored else -1
-    )
-    stack.callback(writer.close)
-    (directory / 'settings.json').write_text(
-      json.dumps(dataclasses.asdict(settings), indent=2, default=str)
-    )
     collect = Collector(
       policy,
       tokenizer,
@@ -146,6 +142,15 @@ def train(
       mesh,
     )
     names = collect.names
+    watch = Watch(
+      directory,
+      task.rewards,
+      names,
+      settings,
+      progress,
+      resume_step=int(state.step) if restored else -1,
+    )
+    stack.callback(watch.close)
     plain = dataclasses.replace(
       settings, kl_coef=0.0, entropy_coef=0.0, advantage='grpo'
     )
@@ -174,7 +179,7 @@ def train(
       )
       if result is None:  # SIGTERM: save and go, the next run evaluates
         return None
-      writer.write(step, result.summary(), prefix='eval/')
+      watch.held_out(step, result.summary())
       result.write(directory / 'heldout' / f'{step}.jsonl')
       return result
 
@@ -192,7 +197,7 @@ def train(
         step,
         timer,
       )
-      row = metrics_lib.experience_metrics(experience)
+      row = watch.row(experience, timer)
       g = experience.groups
       shaped = (g.rewards, g.valid, experience.weights)
       with timer('diagnosis'):
@@ -227,19 +232,15 @@ def train(
       row['epoch'] = (
         cursor['epoch'] + cursor['position'] / iterator.num_examples
       )
-      row['throughput/tokens_per_second'] = (
-        row['num_tokens'] * row['groups/rounds'] / timer.seconds['generate']
+      row |= metrics_lib.throughput_metrics(
+        row, experience, num_params, settings
       )
       done = step + 1
-      writer.write(done, row)
-      if settings.samples_every and (
-        step % settings.samples_every == 0 or done == settings.num_steps
-      ):
-        writer.samples(done, experience)
-      progress.step(done, row)
+      watch.step(done, row, experience)
+      state = watch.adjust(state)
       if settings.eval_every and done % settings.eval_every == 0:
         held_out(done, f'step {done}')
-      last = done == settings.num_steps or stop()
+      last = done == settings.num_steps or stop() or watch.should_stop
       if checkpointer.due(done) or last:
         checkpointer.save(
           done,
@@ -266,7 +267,7 @@ def train(
       for row in history
     )
     final = None
-    if not stop() and not evaluated:
+    if not (stop() or watch.should_stop or evaluated):
       final = held_out(int(state.step), 'after training')
       history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
   return Result(state, history, final, directory)
@@ -299,6 +300,8 @@ def _same_run(saved: dict[str, Any], settings: Settings) -> None:
     'save_every',
     'keep_checkpoints',
     'samples_every',
+    'monitor_actions',
+    'trackers',
   }
   now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
   saved = json.loads(json.dumps(saved, default=str))

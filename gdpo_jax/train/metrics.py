@@ -132,10 +132,17 @@ def experience_metrics(experience) -> dict[str, float]:
     'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
     'num_tokens': float(lengths.sum()),
     'completions/distinct': distinct_share(groups.texts),
+    # an estimate from every row; the trainer leaves out groups without signal
+    'entropy/sampled': float(-groups.logp[groups.mask].mean()),
     **outcome_metrics(experience.advantages, lengths, groups.ended),
   }
   if experience.kl_nats is not None:
     row['kl/nats_per_sequence'] = float(experience.kl_nats.mean())
+  if experience.batch.old_values is not None:
+    row |= value_metrics(
+      *jax.device_get((experience.batch.old_values, experience.batch.returns)),
+      groups.mask.reshape(-1, groups.mask.shape[-1]),
+    )
   if groups.ended.any():
     row['completions/mean_terminated_length'] = float(
       lengths[groups.ended].mean()
@@ -147,13 +154,68 @@ def experience_metrics(experience) -> dict[str, float]:
         row[key] = row.get(key, 0.0) + float(count)
     row.update({f'logged/{k}': float(v) for k, v in scores.metrics.items()})
     for name, spent in scores.seconds.items():
-      key = f'rewards/{name}/seconds'
+      key = f'time/rewards/{name}'
       row[key] = row.get(key, 0.0) + spent
     for name, rows in scores.fallbacks.items():
       key = f'rewards/{name}/fallback'
       sampled = sum(len(s.values) for s in experience.scores)
       row[key] = row.get(key, 0.0) + rows / sampled
   return row
+
+
+def value_metrics(values, returns, mask) -> dict[str, float]:
+  """How far the value head is off; f32[N, Tc] all, over the tokens of mask."""
+  values, returns = values[mask], returns[mask]
+  if not values.size or not values.std():
+    return {}
+  out = {'value/bias': float((returns.mean() - values.mean()) / values.std())}
+  if values.mean():
+    out['value/ratio'] = float(returns.mean() / values.mean())
+  return out
+
+
+# Dense bfloat16 TFLOP/s of one device, by the start of jax's device_kind.
+_PEAK_TFLOPS = {
+  'TPU v4': 275,
+  'TPU v5 lite': 197,
+  'TPU v5e': 197,
+  'TPU v5': 459,
+  'TPU v6 lite': 918,
+  'NVIDIA A100': 312,
+  'NVIDIA H100': 989,
+  'NVIDIA H200': 989,
+}
+
+
+def throughput_metrics(
+  row: Mapping[str, float], experience, num_params: int, settings
+) -> dict[str, float]:
+  """Tokens per second of sampling, and model FLOPs of the whole step.
+
+  2 FLOPs per parameter and token that is sampled or scored, 6 per token that
+  is trained on; the prompt of a group counts once; attention is left out.
+
+  Args:
+    row: of the step, with `time/...`, `num_tokens` and `groups_in_loss`.
+  """
+  prompt = float(experience.groups.prompt_mask.sum())
+  tokens = row['num_tokens'] + prompt
+  trained = tokens * settings.epochs_per_batch * row.get('groups_in_loss', 1.0)
+  scored = tokens * bool(settings.kl_coef)
+  sampled = tokens * row['groups/rounds']
+  flops = num_params * (2 * (sampled + scored) + 6 * trained)
+  tflops = flops / row['time/step'] / 1e12
+  out = {
+    'throughput/tokens_per_second': row['num_tokens']
+    * row['groups/rounds']
+    / row['time/generate'],
+    'throughput/tflops': tflops,
+  }
+  kind = jax.devices()[0].device_kind
+  peak = next((v for k, v in _PEAK_TFLOPS.items() if kind.startswith(k)), None)
+  if peak:
+    out['throughput/mfu'] = tflops / (peak * jax.device_count())
+  return out
 
 
 def distinct_share(texts: np.ndarray) -> float:
@@ -204,27 +266,6 @@ class Writer:
   def write(self, step: int, row: Mapping[str, Any], prefix: str = '') -> None:
     values = {prefix + k: v for k, v in sorted(row.items())}
     self.append(JSONL, {'step': step, **values})
-
-  def samples(self, step: int, experience, limit: int = 8) -> None:
-    """The first rows with raw rewards and advantages, to be read by people."""
-    groups = experience.groups
-    size = groups.tokens.shape[1]
-    for row in range(min(limit, groups.tokens.shape[0] * size)):
-      p, g = divmod(row, size)
-      self.append(
-        SAMPLES,
-        {
-          'step': step,
-          'row': row,
-          'prompt': groups.examples[p]['prompt'],
-          'completion': groups.texts[p, g],
-          'rewards': {
-            n: None if np.isnan(v) else float(v)
-            for n, v in zip(experience.names, groups.values[p, g])
-          },
-          'advantage': float(experience.advantages[p, g]),
-        },
-      )
 
   def append(self, name: str, record: Mapping[str, Any]) -> None:
     """One record, with its `step`, to one of the files named above."""

@@ -105,14 +105,14 @@ class Monitor:
   def factors(self) -> dict[str, float]:
     """What adjustments multiply at the moment; empty where all is as set.
 
-    Keys are 'learning_rate', 'entropy_coef', 'head_learning_rate/HEAD'.
+    Keys are 'learning_rate' and 'entropy_coef'.
     """
     out: dict[str, float] = {}
-    for (name, subject), alarm in self._alarms.items():
+    for (name, _), alarm in self._alarms.items():
       change = _rule(self.rules, name).adjustment
       if alarm.adjusted and change:
-        key = _key(change.what, subject)
-        out[key] = out.get(key, 1.0) * change.factor**alarm.adjusted
+        factor = change.factor**alarm.adjusted
+        out[change.what] = out.get(change.what, 1.0) * factor
     return out
 
   @property
@@ -160,8 +160,7 @@ class Monitor:
         continue
       text = f'{rule.name} ({key[1]}) is over.'
       if alarm.adjusted:
-        what = _key(rule.adjustment.what, key[1])
-        text += f' {what} is back to what was set.'
+        text += f' {rule.adjustment.what} is back to what was set.'
       events.append(Event(step, rule.name, key[1], 'over', text))
       del self._alarms[key]
     for finding in found:
@@ -186,17 +185,12 @@ class Monitor:
       return []
     alarm.adjusted += 1
     alarm.last_adjusted = step
-    subject = alarm.finding.subject
     text = (
-      f'{rule.name}: {_key(change.what, subject)} is now '
+      f'{rule.name}: {change.what} is now '
       f'{change.factor**alarm.adjusted:.3g} times what was set, until the '
       'alarm is over.'
     )
-    return [Event(step, rule.name, subject, 'adjusted', text)]
-
-
-def _key(what: str, subject: str) -> str:
-  return f'{what}/{subject}' if what.startswith('head_') else what
+    return [Event(step, rule.name, alarm.finding.subject, 'adjusted', text)]
 
 
 def _rule(rules: Sequence[Rule], name: str) -> Rule:
@@ -206,9 +200,14 @@ def _rule(rules: Sequence[Rule], name: str) -> Rule:
 REWARDS_FILE = 'rewards.json'
 
 
-def describe_rewards(rewards) -> tuple[RewardInfo, ...]:
-  """What `rewards.pipeline.Reward`s were declared with."""
-  return tuple(
+def describe_rewards(rewards, names=()) -> tuple[RewardInfo, ...]:
+  """What `rewards.pipeline.Reward`s were declared with.
+
+  Args:
+    names: of all rewards of the run; those beyond the declared ones are made by
+      a setting.
+  """
+  declared = tuple(
     RewardInfo(
       name=r.name,
       weight=float(r.weight),
@@ -217,6 +216,9 @@ def describe_rewards(rewards) -> tuple[RewardInfo, ...]:
       fallback=r.fallback,
     )
     for r in rewards
+  )
+  return declared + tuple(
+    RewardInfo(name, declared=False) for name in names[len(declared) :]
   )
 
 

@@ -104,6 +104,16 @@ class Progress:
       self._live.stop()
       self._live = None
 
+  def finish(self, table, directory) -> None:
+    """After the run: the table of start and end, and where everything is."""
+    if self._json:
+      self._print_json({'event': 'end', 'directory': str(directory)})
+      return
+    if not self._quiet:
+      self._console.print(table)
+    self._console.print(f'run directory: {directory}', soft_wrap=True)
+    self._console.print(f'report: {directory / "report.html"}', soft_wrap=True)
+
   def _print_json(self, record) -> None:
     record = {k: v for k, v in record.items() if _is_plain(v)}
     # past rich, which would wrap and colour it

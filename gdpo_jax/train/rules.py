@@ -18,8 +18,6 @@ Row = Mapping[str, Any]
 WINDOW = 10
 # Steps that make "the first steps" of a ratio.
 FIRST = 5
-# KL targets of Ziegler et al. (arXiv:1909.08593) are 6 to 10 nats.
-KL_TARGET = 10.0
 
 
 class RewardInfo(NamedTuple):
@@ -30,6 +28,7 @@ class RewardInfo(NamedTuple):
   range: tuple[float, float] | None = None
   condition: str | None = None
   fallback: str | None = None
+  declared: bool = True  # False: made by a setting (kl, overlong)
 
 
 class About(NamedTuple):
@@ -38,7 +37,7 @@ class About(NamedTuple):
   rewards: tuple[RewardInfo, ...]
   prompts_per_step: int
   group_size: int
-  kl_target: float | None = None  # nats per sequence; None: KL_TARGET
+  kl_target: float | None = None  # nats per sequence; None: no reference
 
 
 class Finding(NamedTuple):
@@ -51,7 +50,7 @@ class Finding(NamedTuple):
 class Adjustment(NamedTuple):
   """What `action='adjust'` multiplies while the alarm lasts."""
 
-  what: str  # 'learning_rate', 'entropy_coef'; a head's rate: per subject
+  what: str  # 'learning_rate' or 'entropy_coef'
   factor: float
   repeats: int  # how often at most, if the alarm goes on
 
@@ -84,22 +83,37 @@ def full_window(history, key, last=WINDOW) -> float | None:
   return statistics.fmean(found) if len(found) == last else None
 
 
+def entropy_key(row: Row) -> str:
+  """The sampler's estimate, which every row has, before the trainer's.
+
+  The trainer skips groups without signal, which are the ones that collapsed.
+  """
+  return 'entropy/sampled' if 'entropy/sampled' in row else 'entropy'
+
+
 def entropy_ratio(history: Sequence[Row], last: int = 1) -> float | None:
   """Mean token entropy of the last rows over that of the first rows."""
-  first = values(history[:FIRST], 'entropy')
-  now = values(history, 'entropy', last)
+  key = entropy_key(history[-1])
+  first = values(history[:FIRST], key)
+  now = values(history, key, last)
   if len(first) < FIRST or len(now) < last or not statistics.fmean(first) > 0:
     return None
   return statistics.fmean(now) / statistics.fmean(first)
 
 
-def _pull(reward: RewardInfo) -> float:
+def _weight(history: Sequence[Row], reward: RewardInfo) -> float:
+  """In the newest row: schedules move it, and muting makes it 0."""
+  return history[-1].get(f'rewards/{reward.name}/weight', reward.weight)
+
+
+def _pull(history: Sequence[Row], reward: RewardInfo) -> float:
   """+1 where more is better, -1 where the weight is negative."""
-  return -1.0 if reward.weight < 0 else 1.0
+  return -1.0 if _weight(history, reward) < 0 else 1.0
 
 
-def _trained(about: About):
-  return [reward for reward in about.rewards if reward.weight]
+def _trained(history: Sequence[Row], about: About) -> list[RewardInfo]:
+  """Declared rewards that have a weight now."""
+  return [r for r in about.rewards if r.declared and _weight(history, r)]
 
 
 def _noise(row: Row, name: str, about: About) -> float:
@@ -111,18 +125,18 @@ def _noise(row: Row, name: str, about: About) -> float:
 def reward_still(history, about, threshold):
   """No group tells its rows apart, and it is not because all is well."""
   out = []
-  for reward in _trained(about):
+  for reward in _trained(history, about):
     key = f'rewards/{reward.name}/'
     silent = full_window(history, key + 'zero_variance')
     mean = full_window(history, key + 'mean')
     if silent is None or mean is None or silent < threshold:
       continue
-    best = reward.range and reward.range[_pull(reward) > 0]
+    best = reward.range and reward.range[_pull(history, reward) > 0]
     if best is not None and abs(mean - best) < 1e-6:
       continue  # nothing is left to learn
     spoke = min(values(history, key + 'zero_variance')) < threshold
     start = statistics.fmean(values(history, key + 'mean')[:WINDOW])
-    if spoke and _pull(reward) * (mean - start) > 0:
+    if spoke and _pull(history, reward) * (mean - start) > 0:
       continue  # it rose until all rows agreed
     what = 'no longer tells' if spoke else 'never tells'
     out.append(
@@ -138,7 +152,7 @@ def reward_still(history, about, threshold):
 
 def weight_small(history, about, threshold):
   """A reward that has something to say is not heard."""
-  rewards = _trained(about)
+  rewards = _trained(history, about)
   out = []
   for reward in rewards:
     share = full_window(history, f'advantage_share/{reward.name}')
@@ -152,7 +166,7 @@ def weight_small(history, about, threshold):
           f'reward {reward.name} makes {share:.1%} of the advantage (an even '
           f'share would be {1 / len(rewards):.0%}) although it tells rows '
           f'apart in {1 - silent:.0%} of the groups; its weight is '
-          f'{reward.weight:g}.',
+          f'{_weight(history, reward):g}.',
         )
       )
   return out
@@ -220,9 +234,9 @@ def not_finite(history, about, threshold):
 
 def kl_high(history, about, threshold):
   """The policy runs away from the reference."""
-  target = about.kl_target or KL_TARGET
+  target = about.kl_target
   now = full_window(history, 'kl/nats_per_sequence', 3)
-  if now is None or now <= threshold * target:
+  if now is None or target is None or now <= threshold * target:
     return []
   return [
     Finding(
@@ -308,9 +322,10 @@ def early_oscillation(history, about, threshold):
 def late_drop(history, about, threshold):
   """A reward that had risen has fallen well below its best."""
   out = []
-  for reward in _trained(about):
+  for reward in _trained(history, about):
     key = f'rewards/{reward.name}/mean'
-    means = [_pull(reward) * v for v in values(history, key)]
+    pull = _pull(history, reward)
+    means = [pull * v for v in values(history, key)]
     if len(means) < 2 * WINDOW:
       continue
     windows = [
@@ -328,9 +343,9 @@ def late_drop(history, about, threshold):
       out.append(
         Finding(
           reward.name,
-          f'reward {reward.name} fell from {_pull(reward) * best:.3g} '
+          f'reward {reward.name} fell from {pull * best:.3g} '
           f'(around step {history[at].get("step", at + 1)}) to '
-          f'{_pull(reward) * now:.3g}.',
+          f'{pull * now:.3g}.',
         )
       )
   return out
@@ -358,13 +373,28 @@ def head_dead(history, about, threshold):
   ]
 
 
+def value_bias(history, about, threshold):
+  """The value head is systematically off, after time to learn."""
+  bias = full_window(history[2 * WINDOW :], 'value/bias')
+  if bias is None or abs(bias) <= threshold:
+    return []
+  side = 'below' if bias > 0 else 'above'
+  return [
+    Finding(
+      'value',
+      f'the values lie {side} the returns by {abs(bias):.2g} of their own '
+      f'deviations, mean of the last {WINDOW} steps.',
+    )
+  ]
+
+
 def batch_small(history, about, threshold):
   """Statistics over too few rows; said once."""
   rows = about.prompts_per_step * about.group_size
   seen = {
     reward.name: rows
     * (1 - (history[0].get(f'rewards/{reward.name}/missing') or 0.0))
-    for reward in _trained(about)
+    for reward in _trained(history, about)
   }
   few = [f'{name} {n:.0f}' for name, n in seen.items() if n < threshold]
   if rows >= 8 * threshold and not few:
@@ -442,8 +472,9 @@ RULES = (
     'kl_high',
     2.0,
     'times the target, nats per sequence, mean of 3 steps',
-    'Halve the learning rate, or raise kl_coef. With several updates per '
-    'batch, use fewer.',
+    'Halve the learning rate, or raise kl_coef (kl_controller=adaptive does '
+    'it for you). With several updates per batch, use fewer. If the distance '
+    'is wanted, raise kl_target.',
     kl_high,
     release=1.0,
     adjustment=Adjustment('learning_rate', 0.5, 4),
@@ -496,6 +527,14 @@ RULES = (
     late_drop,
   ),
   Rule(
+    'value_bias',
+    0.5,
+    f'deviations of the values, mean of {WINDOW} steps after {2 * WINDOW}',
+    'Raise value_coef or take more updates per batch; bring the rewards to a '
+    'common scale (normalizers) if their sum is far from 1.',
+    value_bias,
+  ),
+  Rule(
     'head_dead',
     1e-3,
     f'of the median gradient norm of the heads, mean of {WINDOW} steps',
@@ -503,6 +542,5 @@ RULES = (
     'still tells rows apart.',
     head_dead,
     release=1e-2,
-    adjustment=Adjustment('head_learning_rate', 1.1, 10),
   ),
 )

@@ -11,6 +11,7 @@ import inspect
 
 from gdpo_jax.objectives import advantages, kl, losses
 from gdpo_jax.policy.lora import Lora
+from gdpo_jax.train import monitor, trackers
 
 # What the published algorithms choose. Denominators: 'row' is the mean of row
 # means (GRPO), 'token' one mean over all tokens (DAPO), 'constant' the length
@@ -192,6 +193,10 @@ class Settings:
   keep_checkpoints: int = 2
   samples_every: int = 10  # completions written to samples.jsonl; 0: never
   gradient_cosine_every: int = 0  # costs K backward passes of a micro-batch
+  # what the rules of train/rules.py do: 'RULE=ACTION,...', ACTION one of off,
+  # warn, adjust, stop; 'all=ACTION' first changes the others; they warn
+  monitor_actions: str = ''
+  trackers: str = ''  # beside metrics.jsonl: 'tensorboard', 'wandb' or both
 
   def resolve(self) -> 'Settings':
     """Fills in what the algorithm chooses, then checks the whole.
@@ -309,6 +314,16 @@ class Settings:
       raise ValueError(f'lora_rank is at least 0, got {self.lora_rank}.')
     _ = self.lora  # refuses its own mistakes
     self._check_controllers()
+    self._check_watch()
+
+  def _check_watch(self):
+    actions = monitor.parse_actions(self.monitor_actions)
+    trackers.parse(self.trackers)
+    if actions['entropy_collapse'] == 'adjust' and not self.entropy_coef:
+      raise ValueError(
+        'entropy_collapse=adjust multiplies entropy_coef, which is 0; set '
+        'entropy_coef above 0, such as 1e-3.'
+      )
 
   def _check_controllers(self):
     _choice('kl_place', self.kl_place, ('loss', 'reward'))

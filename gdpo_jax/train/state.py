@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gdpo_jax import sharding
@@ -57,6 +58,28 @@ def learning_rate(opt_state: Any) -> jax.Array:
   """f32[], the rate that the last update used."""
   hyper = opt_state[1].hyperparams
   return hyper['learning_rate'] * hyper['factor']
+
+
+def with_rate_factor(state: TrainState, factor: float) -> TrainState:
+  """The learning rate times `factor` from the next update on."""
+  clip, adamw = state.opt
+  hyper = adamw.hyperparams
+  hyper = {**hyper, 'factor': _like(hyper['factor'], factor)}
+  return state._replace(opt=(clip, adamw._replace(hyperparams=hyper)))
+
+
+def with_entropy_coef(state: TrainState, coef: float) -> TrainState:
+  """Another coefficient of the entropy bonus from the next update on."""
+  old = state.controllers['entropy_coef']
+  return state._replace(
+    controllers={**state.controllers, 'entropy_coef': _like(old, coef)}
+  )
+
+
+def _like(old: jax.Array, value: float) -> jax.Array:
+  """`old` itself where nothing changes; else in its place on the mesh."""
+  new = np.asarray(value, old.dtype)
+  return old if new == np.asarray(old) else jax.device_put(new, old.sharding)
 
 
 def _start(

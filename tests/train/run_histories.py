@@ -20,7 +20,7 @@ def row(step, **changes):
     'loss': 1e-3,
     'skipped_updates': 0.0,
     'grad_norm': 1.0,
-    'entropy': 1.0,
+    'entropy/sampled': 1.0,
     'kl/nats_per_sequence': 3.0,
     'completions/distinct': 0.9,
     'completions/mean_length': 20.0,

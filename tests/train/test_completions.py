@@ -35,6 +35,8 @@ def experience(method='gdpo', settings=None):
     ended=np.array([[True, True], [True, False]]),
     texts=np.array([['2', '3'], ['<b>', '']], object),
     values=RAW,
+    held=VALID,
+    conditioned=SHAPED,
     rewards=SHAPED,
     valid=VALID,
     informative=np.ones(2, bool),
@@ -56,8 +58,10 @@ def experience(method='gdpo', settings=None):
   return Experience(
     batch=types.SimpleNamespace(row_valid=np.ones(4, bool)),
     groups=groups,
+    names=NAMES,
     weights=WEIGHTS,
     advantages=final,
+    kl_nats=None,
     scores=(scores,),
     rounds=1,
   )
@@ -86,19 +90,10 @@ def test_trace_of_a_method_that_sums_first():
   assert np.sign(made.combined).tolist() == np.sign(made.final).tolist()
 
 
-@pytest.mark.parametrize('name', sorted(advantages.ADVANTAGES))
-def test_every_method_belongs_to_a_family(name):
-  first = {
-    'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline',
-    'dvao', 'corr_grpo', 'ddca',
-  }  # fmt: skip
-  assert completions.sums_first(name) == (name in first)
-
-
 def test_records_tell_the_whole_way():
   e = experience()
   made = completions.trace(e, Settings().resolve())
-  rows = completions.records(7, e, NAMES, made, max_groups=8)
+  rows = completions.records(7, e, made, max_groups=8)
   assert [r['row'] for r in rows] == [0, 1, 2, 3]
   assert [r['group'] for r in rows] == [0, 0, 1, 1]
   assert rows[1]['rewards'] == {'right': 0.0, 'short': 1.0}
@@ -106,14 +101,14 @@ def test_records_tell_the_whole_way():
   assert rows[2]['rewards']['short'] is None
   assert rows[2]['failures'] == {'short': 'timeout: took 60 s'}
   assert rows[3]['tokens'] == 4 and not rows[3]['ended']
-  assert len(completions.records(7, e, NAMES, made, max_groups=1)) == 2
+  assert len(completions.records(7, e, made, max_groups=1)) == 2
 
 
 def test_table_reads_back(tmp_path):
   parquet = pytest.importorskip('pyarrow.parquet')
   e = experience()
   made = completions.trace(e, Settings().resolve())
-  path = completions.write_table(tmp_path, 7, e, NAMES, made)
+  path = completions.write_table(tmp_path, 7, e, made)
   table = parquet.read_table(path).to_pydict()
   assert path.name == '7.parquet'
   assert table['completion'] == ['2', '3', '<b>', '']
@@ -126,23 +121,21 @@ def test_table_reads_back(tmp_path):
 
 
 def test_contributions_by_hand():
-  # 'right' and 'short' agree; 'odd' says the opposite with a small weight
+  # 'right' and 'short' agree, 'odd' says the opposite
   rewards = np.float32([[[1, 1, 0], [0, 0, 1]], [[0, 0, 1], [1, 1, 0]]])
-  valid = np.ones(rewards.shape, bool)
-  found = completions.contributions(
-    'gdpo', rewards, valid, np.float32([1, 1, 0.5]), ('right', 'short', 'odd')
-  )
-  for name in ('right', 'short', 'odd'):
-    assert found[name].cosine == pytest.approx(1)
-    assert found[name].rank_changes == 0
-  # alone against the other two: leaving 'right' out turns every pair round
-  found = completions.contributions(
-    'gdpo', rewards, valid, np.float32([2, 0.5, 1]), ('right', 'short', 'odd')
-  )
+  names = ('right', 'short', 'odd')
+
+  def without_each(*weights):
+    return completions.contributions(
+      lambda w: advantages.gdpo(rewards, None, w), np.float32(weights), names
+    )
+
+  # the two that agree outweigh the third, with or without any one of them
+  for found in without_each(1, 1, 0.5).values():
+    assert found.cosine == pytest.approx(1) and found.rank_changes == 0
+  # only with 'right' does the first side win: leaving it out turns every pair
+  found = without_each(2, 0.5, 1)
   assert found['right'].cosine == pytest.approx(-1)
   assert found['right'].rank_changes == 1
-  # nothing is left
-  found = completions.contributions(
-    'gdpo', rewards, valid, np.float32([1, 0, 0]), ('right', 'short', 'odd')
-  )
-  assert found['right'] == (0.0, 1.0)
+  # nothing is left: every tie is a change
+  assert without_each(1, 0, 0)['right'] == (0.0, 1.0)

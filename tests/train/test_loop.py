@@ -10,7 +10,14 @@ from tiny_runs import byte_model, digits, settings, short, task, train
 
 from gdpo_jax.objectives import shaping
 from gdpo_jax.rewards.pipeline import Reward
-from gdpo_jax.train import advantage, metrics
+from gdpo_jax.train import (
+  advantage,
+  completions,
+  dictionary,
+  metrics,
+  run_files,
+)
+from gdpo_jax.train.page import html
 from gdpo_jax.train.settings import ALGORITHMS
 
 
@@ -87,6 +94,34 @@ def test_files_hold_every_reward_and_every_step(finished):
   assert set(samples[0]['rewards']) == {'digits', 'short'}
   saved = json.loads((directory / 'settings.json').read_text())
   assert saved['advantage'] == 'gdpo' and saved['clip_high'] == 0.2
+
+
+def test_every_metric_of_a_run_is_in_the_dictionary(finished):
+  names = {name for row in finished[0].history for name in row} - {'step'}
+  assert [n for n in sorted(names) if dictionary.describe(n) is None] == []
+
+
+def test_a_run_leaves_traces_and_a_report(finished):
+  _, directory, _ = finished
+  sample = metrics.read_jsonl(directory / 'samples.jsonl')[0]
+  for what in ('rewards', 'shaped', 'normalized', 'weighted'):
+    assert set(sample[what]) == {'digits', 'short'}
+  assert sample['weighted']['short'] == pytest.approx(
+    0.5 * sample['normalized']['short']
+  )
+  if completions.can_write_table():
+    assert {f.stem for f in (directory / 'completions').iterdir()} == {
+      '1', '3', '4',
+    }  # fmt: skip
+  bins = metrics.read_jsonl(directory / 'histograms.jsonl')
+  assert [sum(b['advantages'].values()) for b in bins] == [32] * 4
+  (advice,) = metrics.read_jsonl(directory / 'events.jsonl')
+  assert advice['rule'] == 'batch_small' and '32 rows' in advice['text']
+  made = run_files.load(directory)
+  assert made.about.rewards[1].weight == 0.5
+  content = html.content(made)
+  assert [r['name'] for r in content['rewards']] == ['digits', 'short']
+  assert (directory / 'report.html').stat().st_size > 4e6
 
 
 def test_sampler_and_trainer_agree(finished):

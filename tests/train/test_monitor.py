@@ -53,7 +53,9 @@ def test_entropy_coefficient_goes_up_by_half_and_returns():
   def falls(step):
     return 0.1 if 6 <= step <= 14 else 1.0
 
-  rows = run_histories.run(30, entropy=falls, **{'completions/distinct': 0.25})
+  rows = run_histories.run(
+    30, **{'entropy/sampled': falls, 'completions/distinct': 0.25}
+  )
   watching = monitor.Monitor(ABOUT, 'entropy_collapse=adjust')
   seen = []
   for row in rows:

@@ -103,9 +103,11 @@ def test_entropy_needs_copies_to_have_collapsed():
   def falls(step):
     return 1.0 if step <= 5 else 0.2
 
-  brief = run_histories.run(20, entropy=falls)
+  brief = run_histories.run(20, **{'entropy/sampled': falls})
   assert find('entropy_collapse', brief) == []
-  copies = run_histories.run(20, entropy=falls, **{'completions/distinct': 0.3})
+  copies = run_histories.run(
+    20, **{'entropy/sampled': falls, 'completions/distinct': 0.3}
+  )
   (found,) = find('entropy_collapse', copies)
   assert '0.20 times' in found.sentence and '30%' in found.sentence
   # in the first steps there is nothing to compare with
@@ -113,7 +115,9 @@ def test_entropy_needs_copies_to_have_collapsed():
 
 
 def test_entropy_that_rises():
-  rising = run_histories.run(9, entropy=lambda s: 1.0 if s <= 5 else 4.0)
+  rising = run_histories.run(
+    9, **{'entropy/sampled': lambda s: 1.0 if s <= 5 else 4.0}
+  )
   (found,) = find('entropy_rise', rising)
   assert '4.0 times' in found.sentence
   assert find('entropy_rise', rising[:6]) == []
@@ -148,15 +152,33 @@ def test_late_drop_says_where_the_best_was():
 
 
 def test_a_negative_weight_turns_better_round():
-  about = ABOUT._replace(
-    rewards=(rules.RewardInfo('right', -1.0), ABOUT.rewards[1])
-  )
-  rises = run_histories.run(
-    40, **{'right/mean': lambda s: 0.8 if s >= 30 else 0.2}
-  )
-  # a cost that rises is a drop
-  (found,) = find('late_drop', rises, about)
+  def late(step):
+    return 0.8 if step >= 30 else 0.2
+
+  # a cost that rises is a drop; the weight is that of the row
+  costs = run_histories.run(40, **{'right/mean': late, 'right/weight': -1.0})
+  (found,) = find('late_drop', costs)
   assert 'fell from 0.2' in found.sentence and 'to 0.8' in found.sentence
+
+
+def test_values_that_are_off_get_time_to_learn():
+  history = run_histories.run(40, **{'value/bias': 0.8})
+  assert find('value_bias', history[:29]) == []
+  (found,) = find('value_bias', history[:30])
+  assert 'below the returns by 0.8' in found.sentence
+  healthy = run_histories.run(40, **{'value/bias': -0.4})
+  assert find('value_bias', healthy) == []
+
+
+def test_rewards_made_by_settings_are_not_accused():
+  history = run_histories.run(20)
+  for r in history:
+    r |= {'advantage_share/kl': 1e-4, 'rewards/kl/zero_variance': 0.0}
+    r['rewards/kl/weight'] = 1e-3
+  about = ABOUT._replace(
+    rewards=(*ABOUT.rewards, rules.RewardInfo('kl', declared=False))
+  )
+  assert find('weight_small', history, about) == []
 
 
 def test_a_dead_head():

@@ -2,7 +2,7 @@
 
 from gdpo_jax.train import histograms, pareto
 from gdpo_jax.train.page import figures
-from gdpo_jax.train.rules import FIRST
+from gdpo_jax.train.rules import FIRST, entropy_key
 from gdpo_jax.train.run_files import Run
 
 
@@ -33,26 +33,28 @@ def truncation(run: Run) -> figures.Figure | None:
 
 def entropy(run: Run) -> figures.Figure | None:
   """Entropy over that of the first steps, with the calm band."""
-  first = [
-    r['entropy'] for r in run.training[:FIRST] if r.get('entropy') is not None
-  ]
+  if not run.training:
+    return None
+  key = entropy_key(run.training[-1])
+  first = [r[key] for r in run.training[:FIRST] if r.get(key) is not None]
   if not first or not sum(first):
     return None
   start = sum(first) / len(first)
   trace = {
-    'type': 'scatter', 'mode': 'lines', 'name': 'entropy, of the start',
+    'type': 'scatter',
+    'mode': 'lines',
+    'name': 'entropy, of the start',
     'x': [r['step'] for r in run.training],
     'y': [
-      None if r.get('entropy') is None else figures.rounded(r['entropy'] / start)
+      None if r.get(key) is None else figures.rounded(r[key] / start)
       for r in run.training
     ],
     'line': {'color': figures.color(0), 'width': 2},
     'text': [
-      f'{r["entropy"]:.3f} nats' if r.get('entropy') is not None else ''
-      for r in run.training
+      '' if r.get(key) is None else f'{r[key]:.3f} nats' for r in run.training
     ],
     'hovertemplate': '%{y:.2f} (%{text})',
-  }  # fmt: skip
+  }
   distinct = figures.line(run, 'completions/distinct', 'distinct in a group', 2)
   return figures.figure(
     [trace, distinct] if distinct else [trace],
@@ -74,7 +76,7 @@ def kl(run: Run) -> figures.Figure | None:
 
 def kl_coef(run: Run) -> figures.Figure | None:
   return figures.lines(
-    run, [('kl/coef', 'KL'), ('entropy/coef', 'entropy')],
+    run, [('kl/coef', 'KL'), ('entropy_coef', 'entropy')],
     yaxis={'rangemode': 'tozero'},
   )  # fmt: skip
 
@@ -164,10 +166,11 @@ def _bin_name(label: str) -> str:
 
 
 def time_parts(run: Run) -> list[tuple[str, str]]:
+  """The parts of a step; calls of rewards overlap with them."""
   return [
     (key, name)
     for key, name in figures.by_prefix(run, 'time/')
-    if name != 'step'
+    if name != 'step' and not name.startswith('rewards/')
   ]
 
 
@@ -201,7 +204,7 @@ def time_tree(run: Run) -> figures.Figure | None:
     labels.append(name)
     parents.append('step')
     sizes.append(seconds)
-  calls = {n: mean(f'rewards/{n}/seconds') for n in run.names}
+  calls = {n: mean(f'time/rewards/{n}') for n in run.names}
   # calls overlap with sampling and with each other: only shown where they fit
   if 'rewards' in parts and sum(calls.values()) <= parts['rewards']:
     sizes[labels.index('rewards')] -= sum(calls.values())
