@@ -1,32 +1,39 @@
 """Draws G completions of every prompt, all on the device.
 
-  Prompts [P] --prefill--> Cache [P] --repeat--> Cache [N] --decode--> Rollout
+  Prompts [P] --begin--> State [N rows] --stage, move--> ... --end--> Rollout
 
-1. The weights are unstacked and every prompt is read once.
-2. Its cache is repeated for the G rows of its group.
-3. One loop per cache size draws a token per row and step until all rows have
-   ended or the slots are used up; then the cache grows.
+1. The weights are unstacked. What all prompts begin with is read once, then
+   the rest of each; the G rows of a group share the cache of their prompt.
+2. A stage draws one token per row and step. It ends when its slots are used up,
+   and the rows' own cache grows; or when half of its rows have ended, and the
+   others go on as a batch of half the size.
 
-A step costs one uniform number per row: a token is found by inverting the
-distribution function, first over blocks of the vocabulary, then inside one.
+The host is asked once per stage. A step costs one uniform number per row: a
+token is found by inverting the distribution function, first over blocks of the
+vocabulary, then inside one.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gdpo_jax import sharding
-from gdpo_jax.policy.policy import Policy
+from gdpo_jax.policy.policy import Cache, Policy
 from gdpo_jax.types import Array, Prompts, Rollout
 
-# The cache starts with room for this many new tokens, and grows by at least
-# as many: early steps attend over few slots, and few sizes are compiled.
+# The rows' own cache starts with as many slots, and grows by at least as many:
+# early steps attend over few slots, and few sizes are compiled.
 BUCKET = 64
+# A smaller batch is hardly faster: reading the weights is all that it does.
+FEWEST_ROWS = 8
+# A shared prefix is worth a program of its own from this many tokens on.
+SHORTEST_PREFIX = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Sampling:
       probability (arXiv:2407.01082).
     eos_ids: a row ends with the first of these, which is kept.
     pad_id: fills the row after its end.
+    dtype: of the weights of the rollout and of what they are multiplied with,
+      'float32' or 'bfloat16'; sums and caches are float32.
   Raises:
     ValueError: on values outside their range.
   """
@@ -57,6 +66,7 @@ class Sampling:
   min_p: float | None = None
   eos_ids: tuple[int, ...] = ()
   pad_id: int = 0
+  dtype: str = 'float32'
 
   def __post_init__(self):
     for name in ('group_size', 'max_new_tokens', 'top_k'):
@@ -72,6 +82,10 @@ class Sampling:
       value = getattr(self, name)
       if value is not None and not 0 < value <= 1:
         raise ValueError(f'{name} must be in (0, 1], got {value}.')
+    if self.dtype not in ('float32', 'bfloat16'):
+      raise ValueError(
+        f'dtype must be float32 or bfloat16, got {self.dtype!r}.'
+      )
     # a list, or one id, as tokenizers give them
     ids = self.eos_ids
     ids = (ids,) if isinstance(ids, int) else tuple(int(i) for i in ids)
@@ -81,6 +95,29 @@ class Sampling:
   def cuts_support(self) -> bool:
     """True where a filter makes some tokens impossible."""
     return (self.top_k, self.top_p, self.min_p) != (None, None, None)
+
+
+class State(NamedTuple):
+  """B rows in flight, between two stages."""
+
+  step: Array  # i32[], tokens drawn of every row
+  row: Array  # i32[B], number in the rollout
+  start: Array  # i32[B], position of the first new token
+  ended: Array  # bool[B]
+  uniforms: Array  # f32[Tc, B]
+  tokens: Array  # i32[Tc, B]
+  logp: Array  # f32[Tc, B]
+  length: Array  # i32[B]
+  cache: Cache
+
+
+class Drawn(NamedTuple):
+  """What all N rows have, those included that are no longer in flight."""
+
+  ended: Array  # bool[N]
+  tokens: Array  # i32[N, Tc]
+  logp: Array  # f32[N, Tc]
+  length: Array  # i32[N]
 
 
 def generate(
@@ -95,7 +132,7 @@ def generate(
   """Samples `sampling.group_size` completions of each prompt.
 
   The sample of a row depends on its prompt, `key` and its row id alone: not on
-  the other rows, nor on the padding.
+  the other rows, nor on the padding, nor on the stages.
 
   Args:
     policy: from `make_policy`.
@@ -122,101 +159,231 @@ def generate(
     )
   if row_ids is None:
     row_ids = np.arange(num_prompts * sampling.group_size)
-  arrays = (prompts.tokens, prompts.mask, np.asarray(row_ids, np.int32))
-  if mesh is not None:
-    sharding.local_rows(mesh, num_prompts)  # or an error
-    arrays = sharding.put_rows(mesh, arrays)
-  return generate_arrays(policy, params, *arrays, key, sampling, mesh)
+  row_ids = np.asarray(row_ids, np.int32)
+  if isinstance(prompts.tokens, jax.Array) or (mesh and mesh.size > 1):
+    # One program: moving rows would send them from one device to another.
+    arrays = (prompts.tokens, prompts.mask, row_ids)
+    if mesh is not None:
+      sharding.local_rows(mesh, num_prompts)  # or an error
+      arrays = sharding.put_rows(mesh, arrays)
+    return generate_arrays(policy, params, *arrays, key, sampling, mesh)
+
+  weights = policy.rollout_params(params, sampling.dtype)
+  prefix, tokens, mask = split_prefix(prompts)
+  state = _begin(policy, weights, prefix, tokens, mask, key, sampling, row_ids)
+  drawn, alive = None, len(row_ids)
+  for num_slots in bucket_sizes(sampling.max_new_tokens):
+    state = _move(state, None, num_slots)
+    full = False
+    while alive and not full:
+      fewer = _halves(len(state.row))
+      state, alive = _stage(policy, weights, state, sampling, fewer)
+      alive = int(alive)
+      full = alive > fewer
+      if alive and not full:
+        while alive <= _halves(fewer):
+          fewer = _halves(fewer)
+        drawn = _drawn(state, drawn)
+        order = np.argsort(np.asarray(state.ended), kind='stable')[:fewer]
+        state = _move(state, order, num_slots)
+  return _end(_drawn(state, drawn), prompts.tokens, prompts.mask, sampling)
 
 
 @functools.partial(jax.jit, static_argnames=('policy', 'sampling', 'mesh'))
 def generate_arrays(
   policy, params, tokens, mask, row_ids, key, sampling, mesh=None
 ):
-  """The program behind `generate`; one for each shape of tokens i32[P, Tp]."""
+  """All stages as one program; one for each shape of tokens i32[P, Tp]."""
   on_mesh = contextlib.nullcontext() if mesh is None else sharding.use(mesh)
   with on_mesh:
-    return _generate(policy, params, tokens, mask, row_ids, key, sampling)
+    weights = policy.rollout_params(params, sampling.dtype)
+    state = _begin(policy, weights, None, tokens, mask, key, sampling, row_ids)
+    for num_slots in bucket_sizes(sampling.max_new_tokens):
+      state = _move(state, None, num_slots)
+      state, _ = _stage(policy, weights, state, sampling, 0)
+    return _end(_drawn(state, None), tokens, mask, sampling)
 
 
-def _generate(policy, params, tokens, mask, row_ids, key, sampling):
+def _halves(num_rows):
+  """Rows of the next smaller batch, 0 where that is not worth it."""
+  return num_rows // 2 if num_rows // 2 >= FEWEST_ROWS else 0
+
+
+def split_prefix(prompts: Prompts):
+  """(prefix i32[C] or None, tokens i32[P, T], mask bool[P, T]).
+
+  The prefix is what all prompts begin with, where that is worth it: at least
+  half of the longest one, in whole multiples of SHORTEST_PREFIX. `tokens` are
+  what follows it, without columns in which all prompts are padded; both widths
+  are rounded, so that few are compiled.
+  """
+  tokens, mask = np.asarray(prompts.tokens), np.asarray(prompts.mask, bool)
+  num_prompts, width = tokens.shape
+  lengths = np.maximum(mask.sum(axis=1), 1)
+  # Left-aligned, up to the last token but one of the shortest.
+  begin = np.arange(lengths.min() - 1) + (width - lengths)[:, None]
+  begin = np.take_along_axis(tokens, begin, axis=1)
+  common = int((begin == begin[0]).all(axis=0).cumprod().sum())
+  common -= common % SHORTEST_PREFIX
+  if num_prompts == 1 or common < lengths.max() / 2:
+    common = 0
+  keep = next(w for w in _widths(width) if w >= lengths.max() - common)
+  inside = np.arange(width) >= (width - lengths + common)[:, None]
+  return (
+    begin[0, :common].astype(np.int32) if common else None,
+    tokens[:, width - keep :].astype(np.int32),
+    (mask & inside)[:, width - keep :],
+  )
+
+
+def _widths(limit):
+  """16, 24, 32, 48, 64, 96, ..., limit."""
+  width = 16
+  while width < limit:
+    yield width
+    if width * 3 // 2 < limit:
+      yield width * 3 // 2
+    width *= 2
+  yield limit
+
+
+@functools.partial(jax.jit, static_argnames=('policy', 'sampling'))
+def _begin(policy, weights, prefix, tokens, mask, key, sampling, row_ids):
+  """State after the first token of every row; no slots of its own yet."""
   tokens, mask = jnp.asarray(tokens, jnp.int32), jnp.asarray(mask, bool)
-  width, limit = tokens.shape[1], sampling.max_new_tokens
-  weights = policy.rollout_params(params)
-  logits, cache = policy.prefill(weights, tokens, mask)
+  shared, known = (), 0
+  if prefix is not None:
+    known = len(prefix)
+    _, level = policy.prefill(weights, prefix[None], jnp.ones((1, known), bool))
+    shared = (level,)
+  logits, level = policy.prefill(weights, tokens, mask, *shared)
   repeat = functools.partial(jnp.repeat, repeats=sampling.group_size, axis=0)
+  limit, (num_rows,) = sampling.max_new_tokens, row_ids.shape
   uniforms = jax.vmap(
     lambda row: jax.vmap(
       lambda t: jax.random.uniform(jax.random.fold_in(row, t))
     )(jnp.arange(limit)),
     out_axes=1,
-  )(jax.vmap(lambda row: jax.random.fold_in(key, row))(row_ids))  # [Tc, N]
+  )(jax.vmap(lambda row: jax.random.fold_in(key, row))(row_ids))
+  state = State(
+    step=jnp.int32(0),
+    row=jnp.arange(num_rows),
+    start=repeat(known + jnp.maximum(mask.sum(axis=1, dtype=jnp.int32), 1)),
+    ended=jnp.zeros((num_rows,), bool),
+    uniforms=uniforms,
+    tokens=jnp.full((limit, num_rows), sampling.pad_id, jnp.int32),
+    logp=jnp.zeros((limit, num_rows), jnp.float32),
+    length=jnp.zeros((num_rows,), jnp.int32),
+    cache=policy.new_cache((*shared, level), num_rows, 0),
+  )
+  return _draw(state, repeat(logits), sampling)
+
+
+def _draw(state, logits, sampling):
+  """One more token of every row that has not ended."""
+  step, ended = state.step, state.ended
+  token, logp = sample(logits, state.uniforms[step], sampling)
+  token = jnp.where(ended, sampling.pad_id, token)
   eos = jnp.array(sampling.eos_ids, jnp.int32)
-  start = repeat(jnp.maximum(mask.sum(axis=1, dtype=jnp.int32), 1))
+  return state._replace(
+    step=step + 1,
+    ended=ended | jnp.any(token[:, None] == eos, axis=1),
+    tokens=state.tokens.at[step].set(token),
+    logp=state.logp.at[step].set(jnp.where(ended, 0.0, logp)),
+    length=state.length + ~ended,
+  )
 
-  def draw(state, logits):
-    """Adds token t of every row to the state."""
-    t, ended, out_tokens, out_mask, out_logp = state
-    token, logp = sample(logits, uniforms[t], sampling)
-    token = jnp.where(ended, sampling.pad_id, token)
-    now = jnp.any(token[:, None] == eos, axis=1)
-    return (
-      t + 1,
-      ended | now,
-      out_tokens.at[t].set(token),
-      out_mask.at[t].set(~ended),
-      out_logp.at[t].set(jnp.where(ended, 0.0, logp)),
+
+@functools.partial(
+  jax.jit, static_argnames=('policy', 'sampling'), donate_argnames='state'
+)
+def _stage(policy, weights, state, sampling, fewer):
+  """(State, rows alive) when slots are used up or `fewer` rows are alive."""
+  num_slots = state.cache.own.num_slots
+  shared = state.cache.shared
+
+  def go_on(state):
+    # Token t - 1 goes to slot t - 1, and gives the logits of token t.
+    room = state.step <= min(num_slots, sampling.max_new_tokens - 1)
+    return room & (jnp.sum(~state.ended) > fewer)
+
+  def step(state):
+    slot = state.step - 1
+    logits, cache = policy.decode(
+      weights,
+      state.cache._replace(shared=shared),
+      state.tokens[slot],
+      state.start + slot,
+      slot,
     )
+    cache = cache._replace(shared=())
+    return _draw(state._replace(cache=cache), logits, sampling)
 
-  num_rows = row_ids.shape[0]
-  state = (
-    jnp.int32(0),
-    jnp.zeros((num_rows,), bool),
-    jnp.full((limit, num_rows), sampling.pad_id, jnp.int32),
-    jnp.zeros((limit, num_rows), bool),
-    jnp.zeros((limit, num_rows), jnp.float32),
+  # What the rows share is not part of what the loop carries.
+  state = state._replace(cache=state.cache._replace(shared=()))
+  state = jax.lax.while_loop(go_on, step, state)
+  cache = state.cache._replace(shared=shared)
+  return state._replace(cache=cache), jnp.sum(~state.ended)
+
+
+@functools.partial(jax.jit, static_argnames='num_slots')
+def _move(state, order, num_slots):
+  """The rows of `order` (None: all) with room for `num_slots` tokens."""
+  own = state.cache.own
+  if order is None:
+    own = own.grow(num_slots)
+    return state._replace(cache=state.cache._replace(own=own))
+
+  def pick(x):
+    return x[order // (len(state.row) // len(x))] if len(x) > 1 else x
+
+  def columns(x):
+    return x[:, order]
+
+  return State(
+    step=state.step,
+    row=state.row[order],
+    start=state.start[order],
+    ended=state.ended[order],
+    uniforms=columns(state.uniforms),
+    tokens=columns(state.tokens),
+    logp=columns(state.logp),
+    length=state.length[order],
+    cache=jax.tree.map(pick, state.cache),
   )
-  state = draw(state, repeat(logits))
-  cache = cache.repeat(sampling.group_size)
 
-  for num_slots in bucket_sizes(width, limit):
-    # Token t - 1 goes to slot width + t - 1, and gives the logits of token t.
-    last = num_slots - width
 
-    def unfinished(carry, last=last):
-      (t, ended, *_), _ = carry
-      return (t <= last) & (t < limit) & ~jnp.all(ended)
+@jax.jit
+def _drawn(state, drawn):
+  """What all rows have so far; `drawn` is that of the last move."""
+  now = Drawn(state.ended, state.tokens.T, state.logp.T, state.length)
+  if drawn is None:
+    return now
+  return jax.tree.map(lambda x, y: x.at[state.row].set(y), drawn, now)
 
-    def step(carry):
-      state, cache = carry
-      t, token = state[0], state[2][state[0] - 1]
-      logits, cache = policy.decode(
-        weights, cache, token, start + t - 1, width + t - 1
-      )
-      return draw(state, logits), cache
 
-    carry = (state, cache.grow(num_slots))
-    state, cache = jax.lax.while_loop(unfinished, step, carry)
-
-  _, ended, out_tokens, out_mask, out_logp = state
+@functools.partial(jax.jit, static_argnames='sampling')
+def _end(drawn, tokens, mask, sampling):
+  repeat = functools.partial(jnp.repeat, repeats=sampling.group_size, axis=0)
+  step = jnp.arange(sampling.max_new_tokens)
   return Rollout(
-    prompt=repeat(tokens),
-    prompt_mask=repeat(mask),
-    tokens=out_tokens.T,
-    mask=out_mask.T,
-    logp=out_logp.T,
-    ended=ended,
+    prompt=repeat(jnp.asarray(tokens, jnp.int32)),
+    prompt_mask=repeat(jnp.asarray(mask, bool)),
+    tokens=drawn.tokens,
+    mask=step < drawn.length[:, None],
+    logp=drawn.logp,
+    ended=drawn.ended,
   )
 
 
-def bucket_sizes(prompt_tokens: int, max_new_tokens: int) -> list[int]:
-  """Numbers of cache slots, growing by 64 or by half, whichever is more.
+def bucket_sizes(max_new_tokens: int) -> list[int]:
+  """Numbers of slots for new tokens, growing by 64 or by half, if that is more.
 
   Multiples of 16, the width of a vector. The last token drawn is never read
   again and needs no slot, so that [] is the answer where only one is drawn.
   """
-  end = prompt_tokens + max_new_tokens - 1
-  sizes, size = [], prompt_tokens
+  end = max_new_tokens - 1
+  sizes, size = [], 0
   while size < end:
     size = -(-max(size + BUCKET, size * 3 // 2) // BUCKET) * BUCKET
     sizes.append(min(size, -(-end // 16) * 16))

@@ -225,6 +225,59 @@ def test_siblings_and_keys_differ(params, prompts, rollout):
   np.testing.assert_array_equal(same.tokens, rollout.tokens)
 
 
+def test_stages_change_nothing(params, prompts, rollout, monkeypatch):
+  """Half of the rows go on alone; without that, the same samples."""
+  batches = []
+
+  def decode(weights, cache, token, *rest):
+    batches.append(len(token))
+    return POLICY.decode(weights, cache, token, *rest)
+
+  policy = POLICY._replace(decode=decode)
+  out = generate(policy, params, prompts, KEY, SAMPLING)
+  assert set(batches) == {16, 8}
+  np.testing.assert_array_equal(out.tokens, rollout.tokens)
+  monkeypatch.setattr(sampler, 'FEWEST_ROWS', 9)
+  whole = generate(POLICY, params, prompts, KEY, SAMPLING)
+  for a, b in zip(out, whole, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_a_common_prefix_changes_nothing(params):
+  """Worked examples in front of every prompt are read once for all rows."""
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(7, 300, (4, 50)).astype(np.int32)
+  mask = np.arange(50) >= np.array([[0], [2], [5], [9]])
+  common = rng.integers(7, 300, 33)
+  for row, start in zip(tokens, (0, 2, 5, 9), strict=True):
+    row[start : start + 33] = common
+  prompts = Prompts(tokens, mask, [])
+  prefix, rest, _ = sampler.split_prefix(prompts)
+  assert len(prefix) == 32 and rest.shape[1] == 24
+  sampling = Sampling(3, 6, temperature=0.7)
+  out = generate(POLICY, params, prompts, KEY, sampling)
+  on_device = Prompts(jnp.asarray(tokens), jnp.asarray(mask), [])
+  for a, b in zip(
+    out, generate(POLICY, params, on_device, KEY, sampling), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+  logp, _ = POLICY.log_probs(params, out, group_size=3, temperature=0.7)
+  np.testing.assert_allclose(logp, out.logp, atol=1e-4)
+
+
+def test_rounded_weights_are_near_a_trainer_that_rounds(params, prompts):
+  sampling = Sampling(4, 30, dtype='bfloat16')
+  out = generate(POLICY, params, prompts, KEY, sampling)
+  errors = []
+  for dtype in ('float32', 'bfloat16'):
+    policy = make_policy(CONFIG, dtype)
+    logp, _ = policy.log_probs(params, out, group_size=4)
+    errors.append(float(jnp.abs(logp - out.logp).mean()))
+  exact, rounded = errors
+  assert 1e-4 < exact < 0.1
+  assert rounded < exact / 2
+
+
 def test_greedy_is_the_argmax(params, prompts):
   out = generate(POLICY, params, prompts, KEY, Sampling(2, 5, temperature=0.0))
   np.testing.assert_array_equal(out.tokens[::2], out.tokens[1::2])
@@ -316,14 +369,38 @@ def test_sharded_rows_and_weights(params, prompts, rollout):
 
 
 def test_bucket_sizes():
-  assert sampler.bucket_sizes(64, 128) == [128, 192]
-  assert sampler.bucket_sizes(64, 1) == []
-  assert sampler.bucket_sizes(64, 2) == [80]
-  assert sampler.bucket_sizes(10, 64) == [80]
-  assert sampler.bucket_sizes(50, 100) == [128, 160]
-  long = sampler.bucket_sizes(512, 8000)
-  assert 8511 <= long[-1] < 8511 + 16 and len(long) < 10
+  assert sampler.bucket_sizes(128) == [64, 128]
+  assert sampler.bucket_sizes(1) == []
+  assert sampler.bucket_sizes(2) == [16]
+  assert sampler.bucket_sizes(65) == [64]
+  assert sampler.bucket_sizes(100) == [64, 112]
+  long = sampler.bucket_sizes(8000)
+  assert 7999 <= long[-1] < 7999 + 16 and len(long) < 13
   assert all(a < b for a, b in zip(long, long[1:]))
+
+
+def test_split_prefix():
+  """70 tokens in common, of which 64 are a whole multiple of 32."""
+  begin = np.arange(70)
+  lengths = (90, 81, 100)
+  tokens = np.full((3, 120), 7, np.int32)
+  mask = np.zeros((3, 120), bool)
+  for row, n in enumerate(lengths):
+    tokens[row, -n:] = [*begin, *(np.arange(n - 70) + 1000 * (row + 1))]
+    mask[row, -n:] = True
+  prefix, rest, seen = sampler.split_prefix(Prompts(tokens, mask, []))
+  assert prefix.tolist() == list(range(64))
+  assert rest.shape == seen.shape == (3, 48)  # 36, rounded up
+  for row, n in enumerate(lengths):
+    whole = [*prefix, *rest[row][seen[row]]]
+    assert whole == tokens[row, -n:].tolist()
+  # alone, or with nothing in common, a prompt is only freed of its pads
+  for part in (slice(0, 1), slice(0, 3)):
+    some = Prompts(tokens[part] + np.arange(3)[part, None], mask[part], [])
+    prefix, rest, seen = sampler.split_prefix(some)
+    assert prefix is None
+    assert seen.sum(axis=1).tolist() == list(lengths[part])
+    assert rest.shape[1] == (96 if part.stop == 1 else 120)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +414,7 @@ def test_bucket_sizes():
     ('top_p', {'top_p': 0.0}),
     ('top_p', {'top_p': 1.5}),
     ('min_p', {'min_p': -1.0}),
+    ('dtype', {'dtype': 'float16'}),
   ],
 )
 def test_bad_settings_are_refused(name, options):

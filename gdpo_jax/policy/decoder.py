@@ -6,8 +6,9 @@
 A block does not know what its tokens may attend to: it hands queries, keys and
 values to a context, a pytree with an `attend` method.
 
-  Groups  training and prefill: prompts, each followed by its G completions
-  Slots   decoding: one new token per row against a cache
+  Groups        training, prefill: prompts, each followed by its G completions
+  Continuation  prefill: texts that continue one prefix
+  Slots         decoding: one new token per row against what is known so far
 
 The residual stream, the norms, attention and the softmax are float32; `dtype`
 is that of the inputs of the dense products (None: as the weights are stored).
@@ -101,27 +102,89 @@ class Groups:
 
 
 @flax.struct.dataclass
-class Slots:
-  """One new token for each of B rows, against a cache of S slots."""
+class Continuation:
+  """P left-padded texts that all continue one prefix of C tokens."""
 
-  k: Array  # [B, KV, HD, S]
-  v: Array  # [B, KV, S, HD]
-  mask: Array  # bool[B, S], True on slots in use, the new one among them
+  k: Array  # [1, KV, HD, C], of the prefix
+  v: Array  # [1, KV, C, HD]
+  mask: Array  # bool[P, T], True on real tokens of the texts
+
+  def attend(self, q: Array, k: Array, v: Array):
+    """f32[P, T, H * HD], and (k, v) of the texts; arguments as in Groups."""
+    num_texts, length = self.mask.shape
+
+    def in_one_row(x):
+      return x.reshape(1, num_texts * length, *x.shape[2:])
+
+    q, k, v = map(in_one_row, (q, k, v))
+    qs, ks, vs = (_split_heads(x, num_texts, k) for x in (q, k, v))
+    seen = self.mask[None, None, :, None, None, :] & _causal(length)
+    seen |= jnp.eye(length, dtype=bool)
+    all_seen = jnp.ones((1, self.v.shape[2]), bool)
+    shared = self.k.swapaxes(2, 3), self.v, all_seen
+    out = _merge_heads(_attention(qs, ks, vs, seen, shared))
+    ks, vs = (x[0, :, :, 0].swapaxes(0, 1) for x in (ks, vs))
+    return out.reshape(num_texts, length, -1), (ks.swapaxes(2, 3), vs)
+
+
+@flax.struct.dataclass
+class Past:
+  """Keys and values of P texts; every B / P of B rows in a row share one."""
+
+  k: Array  # [P, KV, HD, S]
+  v: Array  # [P, KV, S, HD]
+  mask: Array  # bool[P, S], True on slots in use
+
+  def by_text(self, x: Array) -> Array:
+    """[B, KV, R, ...] -> [P, KV, B / P * R, ...]."""
+    num_texts, (_, kv_heads, ratio, *rest) = len(self.k), x.shape
+    x = x.reshape(num_texts, -1, kv_heads, ratio, *rest).swapaxes(1, 2)
+    return x.reshape(num_texts, kv_heads, -1, *rest)
+
+  def by_row(self, x: Array, ratio: int) -> Array:
+    """[P, KV, B / P * R, ...] -> [B, KV, R, ...]."""
+    num_texts, kv_heads, _, *rest = x.shape
+    x = x.reshape(num_texts, kv_heads, -1, ratio, *rest).swapaxes(1, 2)
+    return x.reshape(-1, kv_heads, ratio, *rest)
+
+
+@flax.struct.dataclass
+class Slots:
+  """One new token for each of B rows, against what is known so far.
+
+  The last past is the rows' own (P = B) and takes the new token; those before
+  it are prompts and prefixes, read once for all the rows that share them.
+  """
+
+  past: tuple[Past, ...]
   slot: Array  # i32[], where the new token goes
 
   def attend(self, q, k, v):
-    """q f32[B, 1, H, HD] -> f32[B, 1, H * HD], and (k, v) with the new token."""
-    batch, kv_heads, head_dim, _ = self.k.shape
+    """q f32[B, 1, H, HD] -> f32[B, 1, H * HD], and own (k, v) with the token."""
+    *shared, own = self.past
+    batch, kv_heads, head_dim, _ = own.k.shape
     k, v = (x.reshape(batch, kv_heads, head_dim) for x in (k, v))
-    k = _put(self.k, k[:, :, :, None], (0, 0, 0, self.slot))
-    v = _put(self.v, v[:, :, None, :], (0, 0, self.slot, 0))
+    own = own.replace(
+      k=_put(own.k, k[:, :, :, None], (0, 0, 0, self.slot)),
+      v=_put(own.v, v[:, :, None, :], (0, 0, self.slot, 0)),
+    )
     q = q.reshape(batch, kv_heads, -1, head_dim)
-    scores = jnp.einsum('bkrd,bkds->bkrs', q, k)
-    scores = jnp.where(self.mask[:, None, None, :], scores, MASKED)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    out = jnp.einsum('bkrs,bksd->bkrd', weights, v)
-    out /= weights.sum(axis=-1, keepdims=True)
-    return out.reshape(batch, 1, -1), (k, v)
+    ratio = q.shape[2]
+    scored, tops = [], []
+    for past in (*shared, own):
+      scores = jnp.einsum('pkrd,pkds->pkrs', past.by_text(q), past.k)
+      scores = jnp.where(past.mask[:, None, None, :], scores, MASKED)
+      scored.append((past, scores))
+      tops.append(past.by_row(scores.max(axis=-1), ratio))
+    top = functools.reduce(jnp.maximum, tops)
+    out, total = 0, 0
+    for past, scores in scored:
+      weights = jnp.exp(scores - past.by_text(top)[..., None])
+      mixed = jnp.einsum('pkrs,pksd->pkrd', weights, past.v)
+      out += past.by_row(mixed, ratio)
+      total += past.by_row(weights.sum(axis=-1), ratio)
+    out /= total[..., None]
+    return out.reshape(batch, 1, -1), (own.k, own.v)
 
 
 def _put(cache, new, start):

@@ -2,8 +2,8 @@
 
 Training reads the tree as it is (layers stacked). A rollout first turns it into
 per-layer weights, `rollout_params`, because a decode loop that slices stacked
-weights copies them at every step; then `prefill` and `decode`, which grow a
-Cache that is an explicit argument.
+weights copies them at every step; then `prefill` reads prompts, and `decode`
+adds a token per row to a Cache that is an explicit argument.
 """
 
 import functools
@@ -19,45 +19,58 @@ from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.decoder import (
   REMAT,
   Block,
+  Continuation,
   Decoder,
   Groups,
+  Past,
   RMSNorm,
   Slots,
   rope_table,
 )
-from gdpo_jax.policy.products import project
+from gdpo_jax.policy.products import project, turned
 from gdpo_jax.types import Array, Rollout
 
 
-class Cache(NamedTuple):
-  """Keys and values of B rows in S slots; one array per layer.
+class Level(NamedTuple):
+  """Keys and values of P texts in S slots; one array per layer.
 
   Separate arrays are updated in place in a decode loop, and with these axes
   both products of attention read them without a transpose (on a CPU 4 times
   faster than with KV after S, and 1.5 times than with S before HD in both).
   """
 
-  k: tuple[Array, ...]  # [B, KV, HD, S] each
-  v: tuple[Array, ...]  # [B, KV, S, HD] each
-  mask: Array  # bool[B, S], True on slots in use
+  k: tuple[Array, ...]  # [P, KV, HD, S] each
+  v: tuple[Array, ...]  # [P, KV, S, HD] each
+  mask: Array  # bool[P, S], True on slots in use
 
   @property
   def num_slots(self) -> int:
     return self.mask.shape[1]
 
-  def repeat(self, group_size: int) -> 'Cache':
-    """Each row `group_size` times in a row: P prompts become N rows."""
-    return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), self)
-
-  def grow(self, num_slots: int) -> 'Cache':
+  def grow(self, num_slots: int) -> 'Level':
     """With free slots at the end, up to `num_slots` of them in all."""
     extra = num_slots - self.num_slots
     keep, free = (0, 0), (0, extra)
-    return Cache(
+    return Level(
       tuple(jnp.pad(x, (keep, keep, keep, free)) for x in self.k),
       tuple(jnp.pad(x, (keep, keep, free, keep)) for x in self.v),
       jnp.pad(self.mask, (keep, free)),
     )
+
+  def past(self) -> list[Past]:
+    """The same, layer by layer."""
+    return [Past(k, v, self.mask) for k, v in zip(self.k, self.v, strict=True)]
+
+
+class Cache(NamedTuple):
+  """What B rows know: texts that B / P rows in a row share, and their own.
+
+  A prompt is kept once for its G rows, and a prefix once for all of them: read
+  once, it costs a product with more rows and less memory.
+  """
+
+  shared: tuple[Level, ...]
+  own: Level  # P = B
 
 
 class Policy(NamedTuple):
@@ -68,7 +81,8 @@ class Policy(NamedTuple):
   logits: Callable[[Any, Array, Array], Array]
   log_probs: Callable[..., tuple[Array, ...]]
   rollout_params: Callable[..., Any]
-  prefill: Callable[[Any, Array, Array], tuple[Array, Cache]]
+  prefill: Callable[..., tuple[Array, Level]]
+  new_cache: Callable[..., Cache]
   decode: Callable[..., tuple[Array, Cache]]
 
 
@@ -163,43 +177,49 @@ def make_policy(
 
     The layers are unstacked; q, k, v and gate, up are joined to one matrix
     each; kernels are stored [outputs, inputs] (see `products.project`).
-    Matrices are kept, and multiplied, in `dtype` (None: as they are). On a mesh
-    they are gathered over `data` and `fsdp`, once instead of at every token,
-    and stay split over `tensor`.
+    Matrices are kept, and multiplied, in `dtype` (None: as they are); the
+    embedding, of which a few rows are read, is that of `params`. On a mesh they
+    are gathered over `data` and `fsdp`, once instead of at every token, and
+    stay split over `tensor`.
     """
+    layers, head = unstack(
+      params['layers'], params.get('head', params['embed']), dtype
+    )
+    weights = {
+      'embed': params['embed']['embedding'],
+      'layers': layers,
+      'norm': params['norm'],
+      'head': head,
+    }
+    return jax.tree_util.tree_map_with_path(place, weights)
 
+  def place(path, x):
+    if x.ndim < 2:
+      return sharding.constrain(x, None)
+    inward = any(getattr(k, 'key', 0) in ('o', 'down') for k in path)
+    axes = (None, 'tensor') if inward else ('tensor', None)
+    return sharding.constrain(x, *axes)
+
+  @functools.partial(jax.jit, static_argnames='dtype')
+  def unstack(layers, head, dtype):
     def cast(x):
       return x if dtype is None or x.ndim < 2 else x.astype(dtype)
 
-    def place(path, x):
-      if x.ndim < 2:
-        return sharding.constrain(x, None)
-      inward = any(getattr(k, 'key', 0) in ('o', 'down') for k in path)
-      axes = (None, 'tensor') if inward else ('tensor', None)
-      return sharding.constrain(x, *axes)
-
     def join(*xs):
-      return jnp.concatenate(xs, axis=-1)
+      return jnp.concatenate(xs, axis=0)
 
     def layer(weights):
+      weights = jax.tree.map(lambda x: turned(cast(x)), weights)
       attn, mlp = dict(weights['attn']), weights['mlp']
       attn['qkv'] = jax.tree.map(join, *(attn.pop(name) for name in 'qkv'))
       gate_up = jax.tree.map(join, mlp['gate'], mlp['up'])
       mlp = {'gate_up': gate_up, 'down': mlp['down']}
-      weights = dict(weights, attn=attn, mlp=mlp)
-      return jax.tree.map(lambda x: cast(x.T), weights)
+      return dict(weights, attn=attn, mlp=mlp)
 
-    layers = params['layers']
-    weights = {
-      'embed': cast(params['embed']['embedding']),
-      'layers': tuple(
-        layer(jax.tree.map(lambda x: x[i], layers))  # noqa: B023
-        for i in range(config.num_layers)
-      ),
-      'norm': params['norm'],
-      'head': cast(params.get('head', params['embed'])['embedding']),
-    }
-    return jax.tree_util.tree_map_with_path(place, weights)
+    return tuple(
+      layer(jax.tree.map(lambda x: x[i], layers))  # noqa: B023
+      for i in range(config.num_layers)
+    ), cast(head['embedding'])
 
   def run(weights, tokens, positions, contexts):
     x = weights['embed'][tokens].astype(jnp.float32)
@@ -217,16 +237,44 @@ def make_policy(
     logits = project(x, weights['head'])
     return sharding.constrain(logits, 'rows', 'tensor'), k, v
 
-  def prefill(weights: Any, tokens: Array, mask: Array) -> tuple[Array, Cache]:
-    """(logits f32[P, V] after the last token, Cache of Tp slots).
+  def prefill(
+    weights: Any, tokens: Array, mask: Array, prefix: Level | None = None
+  ) -> tuple[Array, Level]:
+    """(logits f32[P, V] after the last token, Level of Tp slots).
 
     tokens i32[P, Tp] and mask bool[P, Tp], left-padded. A prompt of pads alone
-    counts as the one token in its last place.
+    counts as the one token in its last place. With a `prefix`, one text of a
+    Level without pads, all prompts continue it.
     """
     mask = _at_least_one(mask)
-    contexts = [Groups(mask)] * config.num_layers
-    logits, k, v = run(weights, tokens, _positions(mask), contexts)
-    return logits, Cache(k, v, mask)
+    positions = _positions(mask)
+    if prefix is None:
+      contexts = [Groups(mask)] * config.num_layers
+    else:
+      positions += prefix.num_slots
+      contexts = [
+        Continuation(k, v, mask)
+        for k, v in zip(prefix.k, prefix.v, strict=True)
+      ]
+    logits, k, v = run(weights, tokens, positions, contexts)
+    return logits, Level(k, v, mask)
+
+  def new_cache(shared: tuple[Level, ...], num_rows: int, num_slots: int):
+    """A Cache of `num_rows` rows that know what they share, and free slots."""
+    heads = num_rows, config.num_kv_heads
+    k, v = (
+      sharding.constrain(jnp.zeros((*heads, *shape)), 'rows', 'tensor')
+      for shape in (
+        (config.head_dim, num_slots),
+        (num_slots, config.head_dim),
+      )
+    )
+    own = Level(
+      (k,) * config.num_layers,
+      (v,) * config.num_layers,
+      jnp.zeros((num_rows, num_slots), bool),
+    )
+    return Cache(shared, own)
 
   def decode(
     weights: Any, cache: Cache, token: Array, position: Array, slot: Array
@@ -234,23 +282,24 @@ def make_policy(
     """(logits f32[B, V], Cache) after one more token in each row.
 
     token i32[B] at position i32[B] of its own row goes to slot i32[] of the
-    cache, the same in every row. A slot past the end would overwrite the last
-    one; the caller grows the cache first.
+    rows' own level, the same in every row. A slot past the end would overwrite
+    the last one; the caller grows the level first.
     """
-    mask = cache.mask | (jnp.arange(cache.num_slots) == slot)
-    contexts = [
-      Slots(k, v, mask, slot) for k, v in zip(cache.k, cache.v, strict=True)
-    ]
+    own = cache.own
+    own = own._replace(mask=own.mask | (jnp.arange(own.num_slots) == slot))
+    levels = [level.past() for level in (*cache.shared, own)]
+    contexts = [Slots(past, slot) for past in zip(*levels, strict=True)]
     logits, k, v = run(weights, token[:, None], position[:, None], contexts)
-    return logits, Cache(k, v, mask)
+    return logits, cache._replace(own=Level(k, v, own.mask))
 
   return Policy(
     config,
     jax.jit(init),
     jax.jit(logits),
     jax.jit(log_probs, static_argnames=('group_size', 'with_values')),
-    jax.jit(rollout_params, static_argnames='dtype'),
+    rollout_params,
     jax.jit(prefill),
+    new_cache,
     jax.jit(decode),
   )
 

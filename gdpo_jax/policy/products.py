@@ -117,4 +117,13 @@ def project(x: Array, w: Array) -> Array:
 def _project_cpu(x, w):
   if x.shape[0] > MANY_ROWS:
     return _row_major(_dot(_row_major(x), w, (1, 1)))
-  return _row_major(_dot(w, _row_major(x.T), (1, 0))).T
+  return _row_major(_dot(w, _row_major(x), (1, 1))).T
+
+
+def turned(x: Array) -> Array:
+  """A matrix transposed in memory, once; a vector as it is."""
+  if x.ndim < 2:
+    return x
+  return jax.lax.platform_dependent(
+    x, cpu=lambda x: _row_major(_row_major(x).T), default=lambda x: x.T
+  )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gdpo_jax.policy.config import PolicyConfig, RopeScaling
-from gdpo_jax.policy.decoder import Groups, Slots, rope_table
+from gdpo_jax.policy.decoder import Groups, Past, Slots, rope_table
 from gdpo_jax.policy.policy import make_policy
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -158,16 +158,48 @@ def test_decoding_equals_one_pass():
   mask = jnp.arange(9) >= jnp.array([[0], [3]])
   expected = policy.logits(params, tokens, mask)
   weights = policy.rollout_params(params)
-  logits, cache = policy.prefill(weights, tokens[:, :5], mask[:, :5])
+  logits, level = policy.prefill(weights, tokens[:, :5], mask[:, :5])
   np.testing.assert_allclose(logits, expected[:, 4], atol=1e-5)
-  cache = cache.grow(9)
-  for slot in range(5, 9):
-    position = mask[:, :slot].sum(axis=1)
+  assert level.mask.tolist() == mask[:, :5].tolist()
+  cache = policy.new_cache((level,), 2, 2)
+  for slot in range(4):
+    if slot == 2:
+      cache = cache._replace(own=cache.own.grow(5))
+    column = 5 + slot
+    position = mask[:, :column].sum(axis=1)
     logits, cache = policy.decode(
-      weights, cache, tokens[:, slot], position, jnp.int32(slot)
+      weights, cache, tokens[:, column], position, jnp.int32(slot)
     )
-    np.testing.assert_allclose(logits, expected[:, slot], atol=1e-5)
-  assert cache.mask.tolist() == mask.tolist()
+    np.testing.assert_allclose(logits, expected[:, column], atol=1e-5)
+  assert cache.own.mask.tolist() == [[True] * 4 + [False]] * 2
+
+
+def test_a_prefix_is_read_once():
+  """Three texts that begin alike: prefix, then the rest, then two rows each."""
+  policy = make_policy(TINY)
+  params = large_params(policy)
+  tokens = jax.random.randint(jax.random.key(1), (3, 9), 0, 50)
+  tokens = tokens.at[:, :4].set(tokens[0, :4])
+  # 4 + 4, 4 + 2 and 4 + 1 tokens, and one more to decode
+  skipped = jnp.array([[0], [2], [3]])
+  at = jnp.arange(9)
+  mask = (at < 4) | (at >= 4 + skipped)
+  expected = policy.logits(params, tokens, mask)
+  weights = policy.rollout_params(params)
+  _, prefix = policy.prefill(weights, tokens[:1, :4], mask[:1, :4])
+  logits, level = policy.prefill(weights, tokens[:, 4:8], mask[:, 4:8], prefix)
+  np.testing.assert_allclose(logits, expected[:, 7], atol=1e-5)
+  cache = policy.new_cache((prefix, level), 6, 1)
+  logits, _ = policy.decode(
+    weights,
+    cache,
+    jnp.repeat(tokens[:, 8], 2),
+    jnp.repeat(mask[:, :8].sum(axis=1), 2),
+    jnp.int32(0),
+  )
+  np.testing.assert_allclose(
+    logits, jnp.repeat(expected[:, 8], 2, axis=0), atol=1e-5
+  )
 
 
 def test_contexts_agree_on_the_last_token():
@@ -187,7 +219,7 @@ def test_contexts_agree_on_the_last_token():
   for slot in (4, 5):
     seen = jnp.array([[False, True, True, True, True, slot == 5]])
     out, cache = jax.jit(Slots.attend)(
-      Slots(*cache, seen, jnp.int32(slot)),
+      Slots((Past(*cache, seen),), jnp.int32(slot)),
       q[:, slot : slot + 1],
       k[:, slot],
       v[:, slot],
