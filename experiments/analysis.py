@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gdpo_jax.train import report
-from gdpo_jax.train.metrics import JSONL, read_jsonl
+from gdpo_jax.train.metrics import JSONL, read_jsonl, split_history
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -55,7 +54,7 @@ def load(directory: pathlib.Path, num_steps: int | None = None) -> Run | None:
     return None
   asked = json.loads(settings.read_text(encoding='utf-8'))['num_steps']
   num_steps = asked if num_steps is None else num_steps
-  training, _ = report.split_history(read_jsonl(directory / JSONL))
+  training, _ = split_history(read_jsonl(directory / JSONL))
   last = directory / 'heldout' / f'{num_steps}.jsonl'
   first = directory / 'heldout' / '0.jsonl'
   if not (last.is_file() and first.is_file()):
