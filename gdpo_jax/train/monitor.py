@@ -30,6 +30,7 @@ class Event(NamedTuple):
   subject: str
   kind: str  # 'advice', 'alarm', 'adjusted', 'over', 'stop'
   text: str
+  advice: str = ''
 
   @property
   def loud(self) -> bool:
@@ -134,9 +135,7 @@ class Monitor:
       found = rule.find(self.history, self.about, rule.threshold)
       if rule.once:
         events += [
-          Event(
-            step, rule.name, f.subject, 'advice', f'{f.sentence} {rule.advice}'
-          )
+          Event(step, rule.name, f.subject, 'advice', f.sentence, rule.advice)
           for f in found
         ]
         continue
@@ -168,12 +167,13 @@ class Monitor:
       if key in self._alarms:
         continue
       alarm = self._alarms[key] = _Alarm(finding, step)
-      text = f'{finding.sentence} {rule.advice}'
-      kind = 'alarm'
+      text, kind = finding.sentence, 'alarm'
       if action == 'stop':
         self.should_stop, kind = True, 'stop'
         text += ' The run ends here, as monitor_actions asks.'
-      events.append(Event(step, rule.name, finding.subject, kind, text))
+      events.append(
+        Event(step, rule.name, finding.subject, kind, text, rule.advice)
+      )
       if action == 'adjust':
         events += self._adjust(step, rule, alarm)
     return events

@@ -74,6 +74,8 @@ class Progress:
       word, color = _EVENTS[event.kind]
       text = rich.text.Text(f'{word}: ', style=f'bold {color}')
       text.append(f'step {event.step}: {event.text}', style='default')
+      if event.advice:
+        text.append(f' {event.advice}', style='dim')
       # above the live view, or between the lines of a log
       self._console.print(text, soft_wrap=not self._console.is_terminal)
 

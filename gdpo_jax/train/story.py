@@ -20,6 +20,7 @@ class Verdict(NamedTuple):
   mood: str
   text: str
   subject: str = ''
+  advice: str = ''
 
 
 class Change(NamedTuple):
@@ -44,29 +45,67 @@ class Change(NamedTuple):
     return {1: '▲', -1: '▼', 0: '–'}[self.clear]
 
 
+class End(NamedTuple):
+  """A mean at one end of a run."""
+
+  end: float
+  end_error: float  # standard error; NaN where not known
+
+
+def _edge(rows: Sequence[Row]) -> int:
+  """Steps that make an end: a fifth, 3 to 10."""
+  return min(10, max(3, len(rows) // 5))
+
+
+def _reward_end(rows: Sequence[Row], name: str) -> End | None:
+  means = values(rows, f'rewards/{name}/mean')
+  if not means:
+    return None
+  noise = values(rows, f'rewards/{name}/stderr')
+  if len(noise) == len(means):
+    error = math.sqrt(sum(e * e for e in noise)) / len(noise)
+  else:  # rows of an older run: the scatter of the steps themselves
+    error = _scatter(means)
+  return End(statistics.fmean(means), error)
+
+
+def _scatter(means: Sequence[float]) -> float:
+  if len(means) < 2:
+    return math.nan
+  return statistics.stdev(means) / math.sqrt(len(means))
+
+
+def training_end(run: Run, name: str) -> End | None:
+  """Mean of a reward over the last steps."""
+  return _reward_end(run.training[-_edge(run.training) :], name)
+
+
+def metric_end(run: Run, key: str) -> End | None:
+  """Mean of any metric over the last steps."""
+  found = values(run.training[-_edge(run.training) :], key)
+  return End(statistics.fmean(found), _scatter(found)) if found else None
+
+
+def held_out_end(run: Run, name: str) -> End | None:
+  """The last evaluation of a reward."""
+  key = f'eval/rewards/{name}/'
+  rows = [row for row in run.held_out if row.get(key + 'mean') is not None]
+  if not rows:
+    return None
+  return End(rows[-1][key + 'mean'], rows[-1].get(key + 'stderr', math.nan))
+
+
 def change(rows: Sequence[Row], name: str) -> Change | None:
-  """First against last steps of a training reward (a fifth, 3 to 10 steps)."""
-  edge = min(10, max(3, len(rows) // 5))
+  """First against last steps of a reward in training."""
+  edge = _edge(rows)
   if len(rows) < 2 * edge:
     return None
-  ends, errors = [], []
-  for part in (rows[:edge], rows[-edge:]):
-    means = values(part, f'rewards/{name}/mean')
-    if not means:
-      return None
-    ends.append(statistics.fmean(means))
-    noise = values(part, f'rewards/{name}/stderr')
-    errors.append(
-      math.sqrt(sum(e * e for e in noise)) / len(noise) if noise else math.nan
-    )
-  if any(map(math.isnan, errors)) and edge > 2:
-    # rows of an older run: the scatter of the steps themselves
-    errors = [
-      statistics.stdev(values(part, f'rewards/{name}/mean') or [0, 0])
-      / math.sqrt(edge)
-      for part in (rows[:edge], rows[-edge:])
-    ]
-  return Change(*ends, math.hypot(*errors))
+  first, last = (_reward_end(r, name) for r in (rows[:edge], rows[-edge:]))
+  if first is None or last is None:
+    return None
+  return Change(
+    first.end, last.end, math.hypot(first.end_error, last.end_error)
+  )
 
 
 def held_out_change(held_out: Sequence[Row], name: str) -> Change | None:
@@ -136,7 +175,9 @@ def verdicts(run: Run) -> list[Verdict]:
   if not run.training:
     return [Verdict('note', 'No step is done yet.')]
   out = [
-    Verdict('bad', f'{e["text"]} (since step {e["step"]})', e['subject'])
+    Verdict(
+      'bad', f'{e["text"]} (since step {e["step"]})', e['subject'], e['advice']
+    )
     for e in open_alarms(run)
   ]
   out += [_about_reward(run, reward) for reward in run.about.rewards]
@@ -145,7 +186,7 @@ def verdicts(run: Run) -> list[Verdict]:
   out += _methods(run)
   out += _front(run)
   out += [
-    Verdict('note', e['text'], e['subject'])
+    Verdict('note', e['text'], e['subject'], e['advice'])
     for e in run.events
     if e['kind'] == 'advice'
   ]

@@ -26,7 +26,7 @@ def test_an_alarm_is_raised_once_and_is_over_once():
     (6, 'kl_high', 'alarm'),  # the mean of 3, 14.3, is above 12
     (23, 'kl_high', 'over'),  # and again below the target itself
   ]
-  assert 'Halve the learning rate' in events[0].text
+  assert 'Halve the learning rate' in events[0].advice
   assert watching.factors == {} and watching.alarms == []
 
 

@@ -8,7 +8,7 @@ import rich.console
 from gdpo_jax.train.monitor import Event
 from gdpo_jax.train.progress import Progress, trend
 
-ALARM = Event(2, 'kl_high', 'kl', 'alarm', 'KL is [high]. Halve the rate.')
+ALARM = Event(2, 'kl_high', 'kl', 'alarm', 'KL is [high].', 'Halve the rate.')
 ADVICE = Event(1, 'batch_small', 'batch', 'advice', 'a step has 8 rows')
 
 

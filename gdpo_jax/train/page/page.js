@@ -44,7 +44,8 @@
 
   function verdicts() {
     return make('ul', { class: 'verdicts' },
-      ...run.verdicts.map((v) => make('li', { class: v.mood }, v.text)));
+      ...run.verdicts.map((v) => make('li', { class: v.mood }, v.text,
+        v.advice ? make('span', { class: 'advice' }, ` ${v.advice}`) : null)));
   }
 
   function change(found) {
@@ -78,7 +79,7 @@
       ? make('details', {},
           make('summary', {}, `Log of the rules (${run.log.length})`),
           make('ul', { class: 'log' }, ...run.log.map((e) =>
-            make('li', {}, `step ${e.step}, ${e.kind}: ${e.text}`))))
+            make('li', {}, `step ${e.step}, ${e.kind}: ${e.text} ${e.advice}`))))
       : null;
     return make('section', { id: 'overview' },
       make('h2', {}, 'What happened'),
