@@ -44,7 +44,8 @@ class Batch(NamedTuple):
 
   rollout: Rollout
   advantages: Array  # f32[N], or f32[N, Tc] where they are resolved in time
-  old_logp: Array  # f32[N, Tc], behaviour policy
+  # f32[N, Tc], of what the ratio is to: the sampler, or the trainer at that time
+  old_logp: Array
   ref_logp: Array | None  # f32[N, Tc], None where KL is off
   row_valid: Array  # bool[N], False: the row counts for nothing
   old_values: Array | None = None  # f32[N, Tc], where there is a value head

@@ -154,6 +154,22 @@ def reinforce(
   return masked_sum(-gain / denominator, mask)
 
 
+def importance_weight(
+  logp: Array, sampler_logp: Array, mask: Array, cap: float
+) -> Array:
+  """`min(exp(logp - sampler_logp), cap)`, f32[N, Tc], without a gradient.
+
+  Corrects for a sampler that rounds differently from the trainer of the same
+  parameters: multiplies the advantages, token by token. Truncated importance
+  sampling (Ionides 2008), 1 off the mask.
+
+  Args:
+    logp: of the trainer, with the parameters that were sampled from.
+  """
+  ratio = jnp.exp(_log_ratio(logp, sampler_logp, mask))
+  return jax.lax.stop_gradient(jnp.minimum(ratio, cap))
+
+
 def value_loss(
   values: Array,
   old_values: Array,

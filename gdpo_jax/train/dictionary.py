@@ -286,6 +286,17 @@ SECTIONS = (
         'sampler; 1e-4 and less in float32 at the first update',
       ),
       _M(
+        'importance/weight_mean',
+        'ratio',
+        'mean over tokens of min(trainer / sampler, importance_cap), which '
+        'multiplies the advantage; only with importance_cap',
+      ),
+      _M(
+        'importance/capped',
+        'share of tokens',
+        'that ratio at its cap',
+      ),
+      _M(
         'kl/to_sampler',
         'nats per token',
         'to the policy that sampled, estimator k3',

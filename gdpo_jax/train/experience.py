@@ -324,6 +324,13 @@ class Collector:
       advantages = gae.whiten_tokens(advantages, mask)
     return advantages, returns, values
 
+  def _old_logp(self, params, rollout: Rollout) -> jax.Array:
+    """The sampler's, unless the trainer's own are asked for and needed."""
+    s = self.settings
+    if s.importance_cap is None or s.updates_per_step == 1:
+      return rollout.logp
+    return self._score(params, rollout)[0]
+
   def _grouped(self, x):
     x = np.asarray(x)
     return x.reshape(-1, self.settings.group_size, *x.shape[1:])
@@ -390,7 +397,7 @@ class Collector:
     batch = Batch(
       rollout=rollout,
       advantages=per_token,
-      old_logp=rollout.logp,
+      old_logp=self._old_logp(params, rollout),
       ref_logp=ref_logp,
       row_valid=jax.device_put(rows(row_valid), self._rows),
       old_values=values,

@@ -87,6 +87,7 @@ def train(
     temperature=settings.temperature,
     eos_ids=tuple(tokenizer.eos_ids),
     pad_id=tokenizer.pad_id,
+    dtype=settings.rollout_dtype,
   )
   greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0)
   iterator = PromptIterator(

@@ -182,6 +182,11 @@ class Settings:
   # Numbers and devices.
   seed: int = 0
   compute_dtype: str = 'float32'  # inputs of matrix products when training
+  # weights of rollouts and evaluation, and what they are multiplied with
+  rollout_dtype: str = 'float32'
+  # The ratio of the loss is to the trainer's own log-probs, and that of trainer
+  # to sampler, up to this, multiplies the advantage; None: one ratio for both.
+  importance_cap: float | None = None
   remat: str = 'none'  # what the backward pass recomputes: 'none', 'block'
   mesh_data: int = -1  # devices that hold whole copies; -1: what is left
   mesh_fsdp: int = 1  # devices that split parameters and optimizer
@@ -256,6 +261,7 @@ class Settings:
     _choice('kl_estimator', self.kl_estimator, kl.ESTIMATORS)
     _choice('schedule', self.schedule, ('constant', 'cosine', 'linear'))
     _choice('compute_dtype', self.compute_dtype, ('float32', 'bfloat16'))
+    _choice('rollout_dtype', self.rollout_dtype, ('float32', 'bfloat16'))
     _choice('condition_mode', self.condition_mode, ('zero', 'missing'))
     _choice('when_dry', self.when_dry, ('train', 'skip'))
     for name in (
@@ -305,6 +311,11 @@ class Settings:
         raise ValueError(f'{name} must be positive, got {getattr(self, name)}.')
     if not 0 <= self.warmup_share < 1:
       raise ValueError(f'warmup_share is in [0, 1), got {self.warmup_share}.')
+    if self.importance_cap is not None and self.importance_cap < 1:
+      raise ValueError(
+        f'importance_cap is {self.importance_cap}: it bounds ratios around 1 '
+        'from above; set 2, or None for no correction.'
+      )
     for name in ('kl_coef', 'entropy_coef', 'value_coef'):
       if getattr(self, name) < 0:
         raise ValueError(

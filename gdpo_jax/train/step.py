@@ -63,7 +63,22 @@ def make_loss(policy, settings: Settings) -> Callable:
       with_values=settings.has_value_head,
     )
     clip = clip_of(settings, controllers['update_kl'])
-    surrogate = (logp, batch.old_logp, batch.advantages, mask)
+    old_logp, advantages = batch.old_logp, batch.advantages
+    sampler_logp, metrics = batch.rollout.logp, {}
+    if settings.importance_cap is not None:
+      if settings.updates_per_step == 1:
+        old_logp = jax.lax.stop_gradient(logp)  # the same, without a pass
+      weight = losses.importance_weight(
+        old_logp, sampler_logp, mask, settings.importance_cap
+      )
+      advantages = weight * advantages.reshape(len(advantages), -1)
+      metrics = {
+        'importance/weight_mean': Mean.of(weight, mask),
+        'importance/capped': Mean.of(
+          (weight >= settings.importance_cap).astype(jnp.float32), mask
+        ),
+      }
+    surrogate = (logp, old_logp, advantages, mask)
     loss = policy_loss(
       *surrogate,
       denominator,
@@ -73,10 +88,10 @@ def make_loss(policy, settings: Settings) -> Callable:
         entropy_scale=settings.entropy_scaled_clip * settings.entropy_coef,
       ),
     )
-    metrics = {
+    metrics |= {
       'entropy': Mean.of(entropy, mask),
-      'sampler_mismatch': Mean.of(jnp.abs(logp - batch.old_logp), mask),
-      'kl/to_sampler': Mean.of(kl.k3(logp, batch.old_logp), mask),
+      'sampler_mismatch': Mean.of(jnp.abs(logp - sampler_logp), mask),
+      'kl/to_sampler': Mean.of(kl.k3(logp, sampler_logp), mask),
     }
     by_sequence = policy_loss is losses.gspo
     fractions = losses.clip_fractions(*surrogate, **clip, sequence=by_sequence)

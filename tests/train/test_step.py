@@ -158,6 +158,34 @@ def test_loss_is_zero_on_policy_but_the_gradient_is_not(policy, params, batch):
   assert row['grad_norm'] > 1e-3
 
 
+@pytest.mark.parametrize('epochs', [1, 2], ids=['one update', 'several'])
+def test_a_sampler_that_rounds_is_corrected_up_to_a_cap(
+  policy, params, batch, epochs
+):
+  """Sampler 1.5 and 3 times less likely, cap 2: 1.5 and 2 times the gradient."""
+  logp, _ = policy.log_probs(params, batch.rollout, group_size=GROUP)
+
+  def of(factor, **changes):
+    rollout = batch.rollout._replace(logp=logp - np.log(factor))
+    old = logp if epochs > 1 else rollout.logp  # what the collector hands over
+    state, row = run(
+      policy,
+      params,
+      batch._replace(rollout=rollout, old_logp=old),
+      settings(epochs_per_batch=epochs, **changes),
+    )
+    return gradient(params, state), row
+
+  plain, _ = of(1.0)
+  for factor, weight, capped in ((1.5, 1.5, 0), (3.0, 2.0, 1)):
+    corrected, row = of(factor, importance_cap=2.0)
+    assert_close(corrected, jax.tree.map(lambda g: g * weight, plain))  # noqa: B023
+    assert row['importance/weight_mean'] == pytest.approx(weight, rel=1e-5)
+    assert row['importance/capped'] == capped
+    assert row['sampler_mismatch'] == pytest.approx(np.log(factor), rel=1e-4)
+    assert row['clip_ratio/region_mean'] == 0
+
+
 MESHES = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
 
 
