@@ -52,6 +52,9 @@ EXTRAS = {
     'hypothesis>=6.130',
     'ruff>=0.17,<0.18',
     'psutil>=6.0',
+    'nbformat>=5.10',
+    'nbclient>=0.10',
+    'ipykernel>=6.29',
   ],
   'bench': [
     'torch>=2.9',
