@@ -33,7 +33,7 @@ from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.tasks.math_len import math_len
-from gdpo_jax.train import loop, report, warm_start
+from gdpo_jax.train import loop, metrics, warm_start
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
 
@@ -128,7 +128,7 @@ names = [reward.name for reward in task.rewards]
 figure, axes = plt.subplots(1, 3, figsize=(11, 3), layout='constrained')
 for axis, name in zip(axes, names):
   for algorithm, result in runs.items():
-    rows, _ = report.split_history(result.history)
+    rows, _ = metrics.split_history(result.history)
     values = [row[f'rewards/{name}/mean'] for row in rows]
     smooth = np.convolve(values, np.ones(5) / 5, 'valid')
     axis.plot(smooth, label=algorithm)
@@ -143,7 +143,7 @@ plt.show()
 
 # %%
 for algorithm, result in runs.items():
-  _, held_out = report.split_history(result.history)
+  _, held_out = metrics.split_history(result.history)
   for name in names:
     cells = [
       f'{row[f"eval/rewards/{name}/mean"]:.3f} '

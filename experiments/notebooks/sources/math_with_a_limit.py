@@ -26,7 +26,7 @@ import pathlib
 from gdpo_jax.policy import weights
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.tasks.math_len import math_len
-from gdpo_jax.train import loop, report
+from gdpo_jax.train import loop, metrics
 from gdpo_jax.train.metrics import read_jsonl
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
@@ -78,7 +78,7 @@ result = loop.train(
 )
 
 # %%
-training, held_out = report.split_history(result.history)
+training, held_out = metrics.split_history(result.history)
 for row in training:
   print(
     f'step {row["step"]}: correct {row["rewards/correct/mean"]:.2f}, '

@@ -33,7 +33,7 @@ from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
 from gdpo_jax.tasks.math_len import math_len
-from gdpo_jax.train import loop, report, warm_start
+from gdpo_jax.train import loop, metrics, warm_start
 from gdpo_jax.train.metrics import read_jsonl
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
@@ -103,7 +103,7 @@ print(sorted(path.name for path in RUN.iterdir()))
 settings = json.loads((RUN / 'settings.json').read_text())
 print(settings['algorithm'], settings['num_steps'], 'steps')
 history = read_jsonl(RUN / 'metrics.jsonl')
-training, held_out = report.split_history(history)
+training, held_out = metrics.split_history(history)
 names = sorted(
   key.split('/')[1] for key in training[0] if key.endswith('/group_std')
 )
@@ -188,5 +188,7 @@ for old, new in zip(answered[first], answered[final]):
     print(old['prompt'], old['completion'], ' now ', new['completion'])
 
 # %% [markdown]
-# From the shell: `python experiments/run.py evaluate RUN` (pass@k, maj@k with
-# intervals) and `python experiments/run.py sample RUN`.
+# The run directory also has `report.html`, which a browser opens. From the
+# shell: `python experiments/inspect_run.py RUN` tells the story of a run,
+# `python experiments/run.py evaluate RUN` gives pass@k and maj@k with intervals,
+# `python experiments/run.py sample RUN` talks to it.
