@@ -183,6 +183,10 @@ def test_several_ends_the_first_wins(params, prompts):
   assert out.tokens[0].tolist() == row[:3] + [0] * 5
   assert out.mask[0].tolist() == [True] * 3 + [False] * 5
   assert out.ended[0]
+  # the one id of a tokenizer, where the model ends with another one
+  other = next(i for i in range(300) if i not in free.tokens)
+  out = generate(POLICY, params, prompts, KEY, Sampling(1, 8, eos_ids=other))
+  assert out.mask.all() and not out.ended.any()
 
 
 def test_end_tokens_as_tokenizers_give_them():

@@ -15,15 +15,19 @@ import jax.numpy as jnp
 from gdpo_jax.objectives import masked
 from gdpo_jax.types import Array
 
+# Beyond this, squares and sums over a batch leave float32 behind; the rewards
+# pipeline has the same bound.
+_LARGEST = 1e12
+
 
 def prepare(
   rewards: Array, valid: Array | None, weights: Array | None = None
 ) -> tuple[Array, Array, Array]:
   """Checked float32 arrays through which no gradient flows; 0 where missing.
 
-  NaN and inf count as missing whatever `valid` says, and so does a reward of
-  weight 0, which is there to be looked at only. `valid=None` says nothing;
-  `weights=None` weighs every reward 1.
+  NaN, inf and values beyond 1e12 count as missing whatever `valid` says, and so
+  does a reward of weight 0, which is there to be looked at only. `valid=None`
+  says nothing; `weights=None` weighs every reward 1.
   """
   rewards = jax.lax.stop_gradient(jnp.asarray(rewards, jnp.float32))
   if rewards.ndim != 3:
@@ -39,7 +43,7 @@ def prepare(
       f'got {weights.size} weights (shape {weights.shape}) for '
       f'{rewards.shape[-1]} rewards; give each reward exactly one weight.'
     )
-  exists = jnp.isfinite(rewards) & (weights != 0)
+  exists = (jnp.abs(rewards) <= _LARGEST) & (weights != 0)
   if valid is not None:
     valid = jnp.asarray(valid, bool)
     if valid.shape != rewards.shape:
@@ -57,9 +61,12 @@ def group_normalize(
   """Z-score of every reward inside its group: f32[P, G, K].
 
   0 where missing, where the group is constant, and where it has one value.
+  Values a few float32 roundings apart are constant: the rounding of a judge is
+  no signal, and the batch step would make one of it.
   """
   rewards, valid, _ = prepare(rewards, valid)
-  group = masked.moments(rewards, valid, axis=1, ddof=ddof)
+  terms = jnp.abs(rewards)
+  group = masked.moments(rewards, valid, axis=1, ddof=ddof, terms=terms)
   return masked.safe_divide(group.centred, group.std + eps)
 
 
@@ -122,6 +129,12 @@ def over_batch(
   values, terms, valid = combined
   tokens = None
   if mask is not None:
+    if mask.shape[:-1] not in (values.shape, (values.size,)):
+      raise ValueError(
+        f'the mask has shape {mask.shape}; for {values.shape[0]} groups of '
+        f'{values.shape[1]} rows it must be [{values.size}, tokens] or '
+        f'[{values.shape[0]}, {values.shape[1]}, tokens].'
+      )
     tokens = jnp.sum(mask.reshape(*values.shape, -1), axis=-1)
     valid = valid & (tokens > 0)
   return masked.moments(

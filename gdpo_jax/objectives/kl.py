@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gdpo_jax.objectives.combine import scored
+from gdpo_jax.objectives.losses import check_shapes
 from gdpo_jax.objectives.masked import masked_sum
 from gdpo_jax.types import Array
 
@@ -53,6 +55,7 @@ def kl_loss(
     denominator: as that of the policy loss (see `losses`).
     estimator: a name in `ESTIMATORS`.
   """
+  check_shapes(mask, denominator, logp=logp, ref_logp=ref_logp)
   ref_logp = jnp.where(mask, jax.lax.stop_gradient(ref_logp), 0.0)
   kl = ESTIMATORS[estimator](jnp.where(mask, logp, 0.0), ref_logp)
   return masked_sum(kl / denominator, mask)
@@ -62,6 +65,7 @@ def sequence_kl(
   logp: Array, ref_logp: Array, mask: Array, estimator: str = 'k1'
 ) -> Array:
   """KL of each completion in nats, f32[N]: the sum over its tokens."""
+  check_shapes(mask, 1.0, logp=logp, ref_logp=ref_logp)
   kl = ESTIMATORS[estimator](
     jnp.where(mask, logp, 0.0), jnp.where(mask, ref_logp, 0.0)
   )
@@ -82,11 +86,11 @@ def kl_as_reward(
     kl: f32[P, G] or [N], nats per sequence; NaN where there is none.
     coef: f32[], at least 0.
   Returns:
-    rewards, valid, weights with K + 1 rewards. A row that no other reward
-    scored has none of this one either.
+    rewards, valid, weights with K + 1 rewards. A row that no other reward (of
+    weight other than 0) scored has none of this one either.
   """
   kl = jnp.asarray(kl).reshape(*rewards.shape[:2], 1)
-  exists = jnp.isfinite(kl) & jnp.any(valid, axis=-1, keepdims=True)
+  exists = jnp.isfinite(kl) & scored(valid, weights)[..., None]
   return (
     jnp.concatenate([rewards, -jnp.where(exists, kl, 0.0)], axis=-1),
     jnp.concatenate([valid, exists], axis=-1),

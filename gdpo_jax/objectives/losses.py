@@ -75,6 +75,7 @@ def clipped(
   """
   if dual_clip is not None and dual_clip <= 1:
     raise ValueError(f'dual_clip must be above 1, got {dual_clip}.')
+  check_shapes(mask, denominator, logp=logp, old_logp=old_logp)
   advantages = _per_token(advantages, mask)
   ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
   inside = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -102,6 +103,7 @@ def gspo(
   `row_denominator` has the value and the gradient of the sequence form (Eq. 5),
   and takes advantages per token and other denominators as well.
   """
+  check_shapes(mask, denominator, logp=logp, old_logp=old_logp)
   advantages = _per_token(advantages, mask)
   ratio = jnp.exp(_sequence_log_ratio(logp, old_logp, mask))
   inside = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -129,6 +131,7 @@ def cispo(
     mask_clipped: drops the tokens whose gradient PPO's clip would remove
       (Eq. 6-7).
   """
+  check_shapes(mask, denominator, logp=logp, old_logp=old_logp)
   advantages = _per_token(advantages, mask)
   ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
   low = 0.0 if clip_low is None else 1 - clip_low
@@ -150,6 +153,7 @@ def reinforce(
 ) -> Array:
   """`-A logp`: the score function, on policy; `old_logp` is not looked at."""
   del old_logp
+  check_shapes(mask, denominator, logp=logp)
   gain = _per_token(advantages, mask) * jnp.where(mask, logp, 0.0)
   return masked_sum(-gain / denominator, mask)
 
@@ -184,6 +188,9 @@ def value_loss(
     values, old_values, returns: f32[N, Tc]; only `values` has a gradient.
     clip: None for the plain square.
   """
+  check_shapes(
+    mask, denominator, values=values, old_values=old_values, returns=returns
+  )
   old_values, returns = jax.lax.stop_gradient((old_values, returns))
   values, old_values, returns = (
     jnp.where(mask, x, 0.0) for x in (values, old_values, returns)
@@ -254,8 +261,37 @@ def entropy_bonus(
   return -coef * masked_sum(entropy / denominator, mask)
 
 
+def check_shapes(
+  mask: Array, denominator: float | Array, **per_token: Array
+) -> None:
+  """Refuses what would broadcast into a wrong loss: every array is [N, Tc].
+
+  Raises:
+    ValueError: names the array; the denominator is f32[], [N, 1] or [N, Tc].
+  """
+  for name, array in per_token.items():
+    if jnp.shape(array) != mask.shape:
+      raise ValueError(
+        f'{name} has shape {jnp.shape(array)}, the mask {mask.shape}; both are '
+        '[rows, completion tokens].'
+      )
+  shape = jnp.shape(denominator)
+  if shape not in ((), (mask.shape[0], 1), mask.shape):
+    raise ValueError(
+      f'the denominator has shape {shape}; it is a number or '
+      f'[{mask.shape[0]}, 1], one for each row.'
+    )
+
+
 def _per_token(advantages: Array, mask: Array) -> Array:
   """f32[N, Tc]; constants to the gradient, 0 off the mask."""
+  rows = mask.shape[:1]
+  if advantages.shape not in (rows, (*rows, 1), mask.shape):
+    raise ValueError(
+      f'advantages have shape {advantages.shape}; for a mask of {mask.shape} '
+      f'they are [{rows[0]}], one per row ([P, G] reshaped to [P * G]), or one '
+      'per token.'
+    )
   advantages = jax.lax.stop_gradient(advantages)
   if advantages.ndim == 1:
     advantages = advantages[:, None]

@@ -152,6 +152,11 @@ def apply_conditions(
   if mode not in ('zero', 'missing'):
     raise ValueError(f"mode must be 'zero' or 'missing', got {mode!r}.")
   values = jnp.asarray(values, jnp.float32)
+  if values.shape[-1:] != (len(hierarchy.names),):
+    raise ValueError(
+      f'values of shape {values.shape} do not end in the '
+      f'{len(hierarchy.names)} rewards {hierarchy.names}.'
+    )
   valid = jnp.asarray(valid) & jnp.isfinite(values)
   value = list(jnp.moveaxis(jnp.where(valid, values, 0.0), -1, 0))
   exists = list(jnp.moveaxis(valid, -1, 0))
@@ -226,7 +231,8 @@ def make_normalizer(
     kinds: one per reward. 'none'; 'sigmoid'; 'running': less the running mean,
       divided by the running std (exponential averages of the batch's mean and
       variance; the first batch starts them; a batch in which a reward is
-      missing leaves its averages alone).
+      missing leaves its averages alone). What has been constant so far is not
+      divided.
     decay: weight of the past in the averages.
   Returns:
     init() -> state; update(state, values f32[..., K], valid) -> state;
@@ -244,7 +250,15 @@ def make_normalizer(
     zeros = jnp.zeros(len(kinds))
     return NormalizerState(zeros, jnp.ones(len(kinds)), zeros)
 
+  def check(values):
+    if values.shape[-1:] != (len(kinds),):
+      raise ValueError(
+        f'values of shape {values.shape} do not end in the {len(kinds)} '
+        f'rewards that have a normalizer ({", ".join(kinds)}).'
+      )
+
   def update(state, values, valid):
+    check(values)
     axes = tuple(range(values.ndim - 1))
     batch = masked.moments(values, valid, axes, ddof=0)
     count, mean, std = (
@@ -259,8 +273,10 @@ def make_normalizer(
     )
 
   def apply(state, values, valid):
+    check(values)
     values = jnp.where(valid, values, 0.0)
-    scaled = (values - state.mean) / (jnp.sqrt(state.variance) + eps)
+    std = jnp.sqrt(state.variance)
+    scaled = (values - state.mean) / jnp.where(std > 0, std + eps, 1.0)
     values = jnp.where(running, scaled, values)
     values = jnp.where(squash, jax.nn.sigmoid(values), values)
     return jnp.where(valid, values, 0.0)
@@ -273,6 +289,11 @@ def system_reward(values: Array, valid: Array, weights: Array) -> Array:
 
   One number per row for logs and for picking samples.
   """
+  if jnp.shape(weights) != values.shape[-1:]:
+    raise ValueError(
+      f'got weights of shape {jnp.shape(weights)} for {values.shape[-1]} '
+      'rewards; give each reward exactly one weight.'
+    )
   valid = valid & (weights != 0)
   share = jnp.where(valid, jnp.abs(weights), 0.0)
   total = jnp.sum(jnp.where(valid, values * weights, 0.0), axis=-1)

@@ -27,7 +27,7 @@ _LAST_NUMBER = re.compile(
   [-+\u2212]?\s?[$€£]?[-+\u2212]?
   (?: \\[dt]?frac\{{\d+\}}\{{\d+\}}
     | \d+\s+\d+/\d+ | \d+/\d+ | \d+:\d+
-    | {latex.PLAIN_NUMBER} )
+    | (?:{latex.PLAIN_NUMBER}) (?:[eE][-+]?\d+(?!\w))? )
   \s?%?""",
   re.VERBOSE,
 )

@@ -31,11 +31,11 @@ class ByTask:
       returned = fn(**_for_rows(fn, offered, rows, len(task)))
       if inspect.isawaitable(returned):
         returned = asyncio.run(_result(returned))
-      returned = list(returned)
-      if len(returned) != len(rows):
-        raise ValueError(
-          f'{len(returned)} values for the {len(rows)} rows of task {name!r}'
-        )
+      try:
+        returned = calls.sequence(returned, len(rows))
+      except calls.WrongReturn as error:
+        message = f'task {name!r}: {error}'
+        raise calls.WrongReturn(error.kind, message) from None
       for row, value in zip(rows, returned):
         values[row] = value
     return values

@@ -19,8 +19,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+# Beyond this, statistics over a batch leave float32 behind and would say 0; the
+# advantages have the same bound.
+_LARGEST = 1e12
 _MAX_MESSAGE_CHARS = 500
+
+
+class WrongReturn(ValueError):
+  """A function returned something that is not n numbers; `kind` says what."""
+
+  def __init__(self, kind: str, message: str):
+    super().__init__(message)
+    self.kind = kind
 
 
 class Call(NamedTuple):
@@ -131,6 +141,8 @@ def invoke(
           'timeout', f'{name}: no result within {timeout_s} s', n, timeout_s
         )
     call = collect(returned, name=name, n=n)
+  except WrongReturn as error:
+    call = failed(error.kind, f'{name}: {error}', n)
   except BaseException as error:  # SystemExit too: a reward cannot end the run
     if interruptible and isinstance(error, KeyboardInterrupt):
       raise
@@ -153,33 +165,49 @@ async def _await(awaitable, timeout_s: float | None):
     raise  # the function's own time-out is an exception like any other
 
 
-def collect(returned: Any, *, name: str, n: int) -> Call:
-  """Reads n numbers out of what a reward function returned.
+def sequence(returned: Any, n: int) -> list[Any]:
+  """The n entries of what a reward function returned, whatever they are.
 
   Lists, tuples and one-dimensional arrays (numpy, jax, torch; also [n, 1])
   are sequences of numbers; strings, mappings, scalars and iterators are not.
+
+  Raises:
+    WrongReturn: no such sequence, or another number of entries.
   """
   if isinstance(returned, (list, tuple)):
     items = list(returned)
   elif hasattr(returned, '__array__') and not isinstance(returned, np.generic):
-    if hasattr(returned, 'detach'):  # torch refuses to convert with gradients
+    if hasattr(returned, 'detach'):  # torch converts neither with gradients
       returned = returned.detach().cpu()
+      if returned.is_floating_point():  # nor bfloat16
+        returned = returned.double()
     array = np.asarray(returned)
     if array.ndim == 2 and array.shape[1] == 1:
       array = array[:, 0]
     if array.ndim != 1:
-      message = f'{name}: expected {n} values, got shape {array.shape}'
-      return failed('length' if array.ndim else 'type', message, n)
+      raise WrongReturn(
+        'length' if array.ndim else 'type',
+        f'expected {n} values, got shape {array.shape}'
+        + (', which is not a sequence of numbers' if not array.ndim else ''),
+      )
     items = list(array)
   else:
-    message = (
-      f'{name}: expected {n} values, got {type(returned).__name__}, which is '
-      'not a sequence of numbers'
+    raise WrongReturn(
+      'type',
+      f'expected {n} values, got {type(returned).__name__}, which is not a '
+      'sequence of numbers',
     )
-    return failed('type', message, n)
   if len(items) != n:
-    message = f'{name}: expected {n} values, got {len(items)}'
-    return failed('length', message, n)
+    raise WrongReturn('length', f'expected {n} values, got {len(items)}')
+  return items
+
+
+def collect(returned: Any, *, name: str, n: int) -> Call:
+  """Reads n numbers out of what a reward function returned; see `sequence`."""
+  try:
+    items = sequence(returned, n)
+  except WrongReturn as error:
+    return failed(error.kind, f'{name}: {error}', n)
   values = np.full(n, np.nan, np.float32)
   kinds: list[str | None] = []
   message = ''
@@ -189,7 +217,10 @@ def collect(returned: Any, *, name: str, n: int) -> Call:
     if kind is None:
       values[row] = value
     elif not message:
-      message = f'{name}: row {row} is {item!r:.80}, not a finite number'
+      message = (
+        f'{name}: row {row} is {item!r:.80}, not a number of at most '
+        f'{_LARGEST:g} in size'
+      )
   return Call(values, kinds, message)
 
 
@@ -211,7 +242,7 @@ def _number(item: Any) -> tuple[float, str | None]:
     return math.nan, 'type'
   if math.isnan(value):
     return math.nan, 'nan'
-  if abs(value) > _FLOAT32_MAX:
+  if abs(value) > _LARGEST:
     return math.nan, 'inf'
   return value, None
 

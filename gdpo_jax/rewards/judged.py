@@ -19,12 +19,12 @@ import numpy as np
 
 from gdpo_jax.rewards import calls
 
-Scorer = Callable[[list[str]], Sequence[float]]
+Scorer = Callable[[list[str]], Sequence[float | None]]
 
 
 def judge(
   scorer: Scorer, *, with_prompt: bool = False, name: str | None = None
-) -> Callable[..., list[float]]:
+) -> Callable[..., Sequence[float | None]]:
   """A reward function out of a scorer of texts.
 
   Args:
@@ -34,12 +34,12 @@ def judge(
     name: of the function, and so of the reward.
   """
 
-  def judge(prompts, completions, **_: Any) -> list[float]:
+  def judge(prompts, completions, **_: Any) -> Sequence[float | None]:
     texts = [calls.text_of(text) for text in completions]
     if with_prompt:
       heads = [calls.text_of(prompt) for prompt in prompts]
       texts = [f'{head}\n\n{text}' for head, text in zip(heads, texts)]
-    return [float(value) for value in scorer(texts)]
+    return scorer(texts)  # the pipeline checks what that is
 
   judge.__name__ = name or getattr(scorer, '__name__', 'judge')
   return judge

@@ -253,7 +253,10 @@ class Collector:
         limit_tokens=s.max_new_tokens,
         margin_tokens=s.overlong_margin,
       )
-      values = _append(values, penalty)
+      # What nobody judged is not judged by its length alone.
+      weights = self._weights(controllers, scores[-1])[:-1]
+      judged = adv.scored(np.isfinite(values), weights)
+      values = _append(values, np.where(judged, penalty, np.nan))
     shaped = jax.device_get(
       self._shape(
         values,

@@ -111,7 +111,7 @@ def experience_metrics(experience) -> dict[str, float]:
   groups, weights = experience.groups, experience.weights
   lengths = groups.mask.sum(-1)
   total = np.where(
-    groups.valid.any(-1),
+    (groups.valid & (weights != 0)).any(-1),
     np.einsum(
       'pgk,k->pg', np.where(groups.valid, groups.rewards, 0.0), weights
     ),

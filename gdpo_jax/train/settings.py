@@ -404,7 +404,8 @@ class Settings:
   @property
   def overlong_margin(self) -> int:
     """Tokens before the limit in which the overlong penalty grows; 0: none."""
-    return round(self.overlong_share * self.max_new_tokens)
+    margin = round(self.overlong_share * self.max_new_tokens)
+    return max(margin, 1) if self.overlong_share else 0
 
   @property
   def updates_per_step(self) -> int:

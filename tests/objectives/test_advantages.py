@@ -10,6 +10,8 @@ from objective_batches import METHODS, NAN, UNIT, E, call, columns, groups, pad
 
 from gdpo_jax.objectives import advantages, combine
 
+R = 0.5**0.5
+
 
 def close(got, expected, atol=6e-5):
   np.testing.assert_allclose(got, expected, atol=atol)
@@ -210,6 +212,9 @@ def test_batch_step_counts_completions_unless_asked_for_tokens():
     call('grpo', rewards, whiten='token')
   with pytest.raises(ValueError, match="'sequences'"):
     call('grpo', rewards, whiten='sequences')
+  # three tokens of two rows, turned around
+  with pytest.raises(ValueError, match=r'\(3, 2\).*must be \[2, tokens\]'):
+    call('grpo', rewards, whiten='token', mask=mask.T)
 
 
 def test_token_step_takes_any_mask_layout_and_skips_empty_rows():
@@ -490,6 +495,10 @@ def test_missing_is_not_zero():
   # inf is no reward either
   rewards[0, 2, 0] = np.inf
   close(call('mo_grpo', rewards), [[-0.7071, 0.7071, 0]])
+  # nor is what float32 cannot square: a std of inf would make every row 0
+  rewards = groups([(0,), (1,), (1e20,)])
+  for name, value in [('grpo', R), ('mo_grpo', R), ('corr_grpo', 0.5)]:
+    close(call(name, rewards), [[-value, value, 0]])
 
 
 def test_cancelling_rewards_with_unequal_weights_do_not_cancel():
@@ -557,6 +566,18 @@ def test_equal_rewards_are_no_signal_whatever_their_float32_std():
   rewards[2, 0, 0] = 0.3
   for name in ('grpo', 'gdpo'):
     assert informative(name, rewards) == [False, False, True]
+  small = columns([0, 1e-4, 0, 1e-4])
+  for name in ('grpo', 'gdpo'):
+    assert informative(name, small) == [True]
+
+
+def test_rounding_of_a_judge_is_no_signal():
+  """One float32 apart in every group: the batch step made +-0.67 of it."""
+  rewards = np.full((3, 8, 2), 0.1, np.float32)
+  rewards[:, 1] = np.nextafter(np.float32(0.1), np.float32(1))
+  for name in ('grpo', 'gdpo'):
+    assert not call(name, rewards, whiten='sequence').any()
+    assert informative(name, rewards) == [False] * 3
 
 
 def test_informative_asks_for_two_rows_that_differ():

@@ -58,6 +58,8 @@ def test_kl_loss_ignores_what_is_off_the_mask(estimator):
   one = kl.ESTIMATORS[estimator](logp[0, 0], ref[0, 0])
   np.testing.assert_allclose(value, one / 2, rtol=1e-6)
   assert np.isfinite(grad).all() and grad[0, 1] == 0
+  with pytest.raises(ValueError, match=r'ref_logp has shape \(1, 1\)'):
+    kl.kl_loss(logp, ref[:, :1], mask, 2.0, estimator=estimator)
 
 
 def test_constant_controller():
@@ -126,6 +128,9 @@ def test_kl_as_one_more_reward():
   # no distance measured; and a row that nothing scored has no distance either
   np.testing.assert_array_equal(v[0, :, 1], [True, True, False, False])
   np.testing.assert_allclose(w, [1, 0.1])
+  # a reward of weight 0 is looked at only
+  _, none, _ = kl.kl_as_reward(rewards, valid, jnp.zeros(1), distance, 0.1)
+  assert not none[..., 1].any()
   # summed first: the total less coef * kl
   got = advantages.dr_grpo(r[:, :2], v[:, :2], w)
   total = np.array([1 - 0.3, 0 - 0.1])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdpo_jax.objectives import losses
+from gdpo_jax.objectives import advantages, losses
 
 NAN = float('nan')
 
@@ -396,3 +396,54 @@ def test_denominators_are_global_inside_shard_map():
   )
   for got, expected in zip(jax.jit(shared)(mask), all_three(mask)):
     np.testing.assert_array_equal(got, expected)
+
+
+def test_a_row_that_nobody_scored_leaves_the_loss():
+  """Advantages -1, none, 1, 0 on rows of 1, 2, 3 and 1 tokens."""
+  rewards = np.array([[[1], [NAN], [3], [2]]], np.float32)
+  a = advantages.grpo(rewards, None, jnp.ones(1), eps=0.0).reshape(-1)
+  scored = advantages.scored(jnp.isfinite(rewards), jnp.ones(1)).reshape(-1)
+  mask = ones(1, 2, 3, 1) & scored[:, None]
+  logp = jnp.full(mask.shape, -1.0)
+  for denominator, expected in (
+    (losses.token_denominator(mask), -(3 - 1) / 5),
+    (losses.row_denominator(mask), 0.0),
+  ):
+    value, grad = jax.value_and_grad(losses.clipped)(
+      logp, logp, a, mask, denominator
+    )
+    np.testing.assert_allclose(value, expected, atol=1e-6)
+    assert np.isfinite(grad).all() and not grad[1].any() and grad[0, 0] > 0
+
+
+def test_a_mean_over_sequences_is_no_sum():
+  mask = ones(1, 3)  # a loss of 1 on all four tokens
+  logp = jnp.zeros((2, 3))
+  loss = losses.clipped(
+    logp, logp, -jnp.ones(2), mask, losses.row_denominator(mask)
+  )
+  np.testing.assert_allclose(loss, 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'wrong, said',
+  [
+    # one prompt, as many samples as tokens: it would broadcast over tokens
+    ({'advantages': np.ones((1, 4))}, r'advantages have shape \(1, 4\)'),
+    ({'advantages': np.ones(1)}, r'advantages have shape \(1,\)'),
+    ({'old_logp': np.zeros((4, 1))}, r'old_logp has shape \(4, 1\)'),
+    ({'denominator': np.ones(4)}, r'denominator has shape \(4,\)'),
+  ],
+)
+@pytest.mark.parametrize('name', ['clipped', 'gspo', 'cispo'])
+def test_what_would_broadcast_is_refused(name, wrong, said):
+  arrays = {
+    'logp': np.zeros((4, 4)),
+    'old_logp': np.zeros((4, 4)),
+    'advantages': np.ones(4),
+    'mask': np.ones((4, 4), bool),
+    'denominator': np.ones((4, 1)),
+  }
+  losses.LOSSES[name](**arrays)
+  with pytest.raises(ValueError, match=said):
+    losses.LOSSES[name](**arrays | wrong)

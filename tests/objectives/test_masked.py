@@ -30,7 +30,9 @@ def test_nothing_there_is_zero():
     np.testing.assert_array_equal(f(x, mask), 0)
 
 
-@pytest.mark.parametrize('value, n', [(0.1, 8), (0.3, 8), (0.35, 8), (0.7, 16)])
+@pytest.mark.parametrize(
+  'value, n', [(0.1, 8), (0.3, 8), (0.35, 8), (0.7, 16), (0.35, 7), (0.4, 7)]
+)
 def test_equal_values_have_std_exactly_zero(value, n):
   x = jnp.full(n, value, jnp.float32)
   m = masked.moments(x, jnp.ones(n, bool))

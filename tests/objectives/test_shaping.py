@@ -239,3 +239,24 @@ def test_efficiency_coherence_diversity():
     jnp.array([[1.0, 0.0, NAN], [NAN, NAN, NAN], [-1.0, -1.0, -1.0]])
   )
   np.testing.assert_allclose(got, [0.015, 0, 0.06], rtol=1e-6)
+
+
+def test_a_reward_that_was_constant_is_not_blown_up():
+  normalizer = shaping.make_normalizer(['running'])
+  same, valid = jnp.full((2, 4, 1), 0.1), jnp.ones((2, 4, 1), bool)
+  state = normalizer.update(normalizer.init(), same, valid)
+  got = normalizer.apply(state, same + 0.5, valid)  # by 1e4, with 1 / eps
+  np.testing.assert_allclose(got, np.full((2, 4, 1), 0.5), rtol=1e-6)
+
+
+def test_another_number_of_rewards_is_refused():
+  values, valid = jnp.zeros((2, 4, 3)), jnp.ones((2, 4, 3), bool)
+  normalizer = shaping.make_normalizer(['running'])
+  for function in (normalizer.update, normalizer.apply):
+    with pytest.raises(ValueError, match=r'\(2, 4, 3\).*the 1 rewards'):
+      function(normalizer.init(), values, valid)
+  hierarchy = shaping.make_hierarchy(('a', 'b'), (None, 'a>0'))
+  with pytest.raises(ValueError, match=r'\(2, 4, 3\).*the 2 rewards'):
+    shaping.apply_conditions(hierarchy, values, valid)
+  with pytest.raises(ValueError, match=r'\(1,\) for 3 rewards'):
+    shaping.system_reward(values, valid, jnp.ones(1))

@@ -132,3 +132,19 @@ def test_classifiers(classifiers):
 def test_a_directory_without_a_model_is_refused_at_once(tmp_path):
   with pytest.raises(ValueError, match='no config.json'):
     judged.Embedder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  'returned, values, reasons',
+  [
+    ([1.0, None], [1.0, np.nan], {'none': 1}),
+    ({0: 1.0, 1: 1.0}, [np.nan] * 2, {'type': 2}),
+    ('12', [np.nan] * 2, {'type': 2}),
+    ([1.0], [np.nan] * 2, {'length': 2}),
+  ],
+)
+def test_what_a_scorer_returns_is_checked(returned, values, reasons):
+  reward = Reward(judged.judge(lambda texts: returned, name='judge'))
+  scores = score(['p'] * 2, ['a', 'b'], {}, [reward])
+  np.testing.assert_array_equal(scores.values[:, 0], values)
+  assert scores.reasons == {'judge': reasons}

@@ -58,6 +58,7 @@ def test_what_is_not_n_numbers_makes_the_whole_call_missing(
     [True] * 8,
     np.ones(8),
     np.ones((8, 1)),
+    jnp.ones((8, 1)),
     [np.float16(1.0)] * 8,
     [np.array(1.0)] * 8,
     jnp.ones(8),
@@ -72,7 +73,7 @@ def test_numbers_of_any_make_count(returned):
 
 
 def test_single_rows_are_missing_by_reason():
-  row = [1.0, None, math.nan, math.inf, -math.inf, '1.0', 1e300, 10**400]
+  row = [1.0, None, math.nan, math.inf, -math.inf, '1.0', 1e20, 10**400]
   scores = one(lambda completions: row)
   assert scores.values[0, 0] == 1.0
   assert np.isnan(scores.values[1:]).all()
@@ -249,7 +250,17 @@ def test_seven_rows_are_no_groups_of_four():
   scores = score(PROMPTS[:7], COMPLETIONS[:7], {}, [Reward(ones)])
   with pytest.raises(ValueError, match='7 rows cannot be split'):
     scores.grouped(4)
-  assert one(ones).grouped(4).shape == (2, 4, 1)
+  rows = one(lambda completions: list(range(8))).grouped(4)
+  np.testing.assert_array_equal(rows[..., 0], [[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32', 'int64', 'bool'])
+def test_tensors_of_torch_count(dtype):
+  torch = pytest.importorskip('torch')
+  values = torch.ones(8, dtype=getattr(torch, dtype))
+  if values.is_floating_point():
+    values.requires_grad_()
+  np.testing.assert_array_equal(one(lambda completions: values).values, 1)
 
 
 def test_a_column_that_nobody_provides_is_found_before_the_run():

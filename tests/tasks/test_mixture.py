@@ -82,13 +82,22 @@ def test_batches_hold_the_tasks_in_their_shares():
   assert [e['task'] for e in mixed.heldout] == ['maths']
 
 
-def test_a_wrong_number_of_values_is_a_failed_call():
+@pytest.mark.parametrize(
+  'returned, kind, said',
+  [
+    ([1.0] * 9, 'length', 'expected 2 values, got 9'),
+    # keys and characters are no values
+    ({0: 1.0, 1: 1.0}, 'type', 'got dict'),
+    ('12', 'type', 'got str'),
+  ],
+)
+def test_what_is_not_a_value_per_row_is_a_failed_call(returned, kind, said):
   maths, words = tasks()
   words = Task(
     'words',
     words.train,
     [],
-    (Reward(lambda completions: [1.0] * 9, name='format'),),
+    (Reward(lambda completions: returned, name='format'),),
   )
   mixed = mixture([maths, words])
   row = mixed.train[6]
@@ -97,9 +106,9 @@ def test_a_wrong_number_of_values_is_a_failed_call():
     scores = pipeline.score(
       ['p'] * 2, ['a', 'b'], columns, completion_ids=[[1]] * 2
     )
-  assert scores.reasons['format'] == {'exception': 2}
+  assert scores.reasons['format'] == {kind: 2}
   [reason] = {f.reason for f in scores.failures if f.reward == 'format'}
-  assert "9 values for the 2 rows of task 'words'" in reason
+  assert reason.startswith("format: task 'words': ") and said in reason
 
 
 def test_tasks_that_do_not_go_together_are_refused():

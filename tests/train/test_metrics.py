@@ -7,6 +7,8 @@ import pytest
 
 from gdpo_jax.objectives.masked import Mean
 from gdpo_jax.train import metrics
+from gdpo_jax.train.experience import Experience, Groups
+from gdpo_jax.types import Batch, Rollout
 
 
 def test_reward_metrics_by_hand():
@@ -81,3 +83,66 @@ def test_rows_are_strict_json(tmp_path):
     'loss': None,
     'kl': 0.5,
   }
+
+
+def test_equal_rewards_have_no_variance_whatever_their_float32_std():
+  values = np.full((2, 8, 1), 0.1, np.float32)
+  values[1, :, 0] = [0, 1e-4] * 4
+  row = metrics.reward_metrics(('a',), values, np.ones(1))
+  assert row['rewards/a/zero_variance'] == 0.5
+
+
+def test_experience_metrics_by_hand():
+  """Rewards [[1, 10], [0, 20]] with weights [2, 0.1]; rows of 2 and 6 tokens.
+
+  The second group is scored by the reward of weight 0 alone; the row of six
+  tokens was cut off and does not count, but its length does.
+  """
+  nan = np.nan
+  values = np.float32(
+    [[[1, 10, 0], [0, 20, 0]], [[nan, nan, 7], [nan, nan, 7]]]
+  )
+  mask = np.arange(6) < np.array([[[2], [6]], [[2], [6]]])
+  zeros, prompt = np.zeros(mask.shape, np.float32), np.ones((2, 3), np.int32)
+  ended = np.array([[True, False]] * 2)
+  groups = Groups(
+    prompt=prompt,
+    prompt_mask=prompt > 0,
+    examples=np.array([{}, {}]),
+    tokens=mask.astype(np.int32),
+    mask=mask,
+    logp=zeros,
+    ended=ended,
+    texts=np.full((2, 2), ''),
+    values=values,
+    held=np.ones(values.shape, bool),
+    conditioned=np.nan_to_num(values),
+    rewards=np.nan_to_num(values),
+    valid=np.isfinite(values),
+    informative=np.array([True, False]),
+  )
+  rows = np.array([True, False, False, False])
+  batch = Batch(
+    Rollout(*[None] * 6), np.zeros(4), np.zeros((4, 6)), None, row_valid=rows
+  )
+  row = metrics.experience_metrics(
+    Experience(
+      batch=batch,
+      groups=groups,
+      names=('a', 'b', 'seen'),
+      weights=np.float32([2, 0.1, 0]),
+      advantages=np.float32([[0.5, -0.5], [0, 0]]),
+      kl_nats=None,
+      scores=(),
+      rounds=1,
+    )
+  )
+  # ((2 + 1) + (0 + 2)) / 2; without weights 15.5, with zeros 1.25
+  assert row['reward'] == pytest.approx(2.5)
+  assert row['frac_reward_zero_std'] == 0.5
+  assert row['rewards/seen/mean'] == pytest.approx(3.5)
+  assert row['completions/mean_length'] == 4
+  assert row['completions/mean_terminated_length'] == 2
+  assert row['completions/clipped_ratio'] == 0.5
+  assert row['rows/excluded'] == 3
+  assert row['num_tokens'] == 16

@@ -44,6 +44,16 @@ def test_what_cannot_work_is_refused(changes, message):
     Settings(**changes).resolve()
 
 
+def test_a_soft_overlong_penalty_has_a_margin():
+  def margin(**changes):
+    return Settings(**changes).resolve().overlong_margin
+
+  assert margin(algorithm='dapo', max_new_tokens=20480) == 4096
+  # a margin rounded to 0 would be a penalty that no row can get
+  assert margin(overlong_share=0.01, max_new_tokens=8) == 1
+  assert margin(overlong_share=0.0) == margin() == 0
+
+
 def test_updates_per_step_counts_epochs_and_splits():
   s = Settings(prompts_per_step=8, prompts_per_update=2, epochs_per_batch=3)
   assert s.resolve().updates_per_step == 12

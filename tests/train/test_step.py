@@ -8,6 +8,7 @@ import pytest
 
 from gdpo_jax import sharding
 from gdpo_jax.train import metrics, step
+from gdpo_jax.train.experience import minibatches
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.train.state import init_state
 
@@ -206,3 +207,28 @@ def test_meshes_agree_with_one_device(policy, params, batch, shape):
       'up'
     ]['kernel'].spec
   )
+
+
+def test_a_group_without_signal_still_feels_the_kl(policy, params, batch):
+  """Advantage 0 and a KL term: no policy gradient, but that of the KL."""
+  batch = batch._replace(advantages=np.zeros_like(batch.advantages))
+  s = settings(kl_coef=0.3)
+  logp, _ = policy.log_probs(params, batch.rollout)
+  for shift, pulls in ((0.0, False), (-0.5, True)):
+    reference = np.asarray(logp) + np.float32(shift) * np.cos(logp)
+    _, row = run(policy, params, batch._replace(ref_logp=reference), s)
+    assert row['groups_in_loss'] == 1
+    assert (row['grad_norm'] > 1e-3) == pulls
+
+
+def test_each_update_is_divided_by_its_own_tokens(batch):
+  """Eight groups in updates of four: the rollout's tokens are not counted."""
+  s = settings(prompts_per_update=4, denominator='token')
+  mesh = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  parts = list(minibatches(batch, s, jax.random.key(0), mesh))
+  assert len(parts) == 2
+  tokens = [int(part.rollout.mask.sum()) for part in parts]
+  assert sum(tokens) == int(batch.rollout.mask.sum())
+  for part, count in zip(parts, tokens):
+    got = step.loss_denominator(s, step.row_mask(part))
+    np.testing.assert_array_equal(got, np.full((4 * GROUP, 1), count))

@@ -1,0 +1,66 @@
+"""Which row of a batch belongs to which prompt, and which rows count."""
+
+import numpy as np
+import pytest
+from tiny_runs import TOKENIZER, byte_model, digits, settings, task, train
+
+from gdpo_jax.rewards.pipeline import Pipeline, Reward
+from gdpo_jax.train.experience import decode_completions, submit_rollout
+from gdpo_jax.types import Prompts, Rollout
+
+
+@pytest.mark.parametrize('chat', [False, True])
+def test_rewards_see_each_row_beside_its_own_prompt(chat):
+  """Rows p * G + g; completion ids end with the EOS, texts do not have it."""
+  seen = {}
+
+  def look(prompts, completions, completion_ids, answer):
+    seen.update(p=prompts, c=completions, ids=completion_ids, a=answer)
+    return [0.0] * len(completions)
+
+  texts = ['w', 'xx', 'yyy', 'zzzz']
+  ids = [[*TOKENIZER.encode(text), TOKENIZER.eos_id] for text in texts]
+  ids[3] = ids[3][:4]  # cut off: no EOS
+  mask = np.arange(4) < np.array([len(row) for row in ids])[:, None]
+  tokens = np.full((4, 4), TOKENIZER.pad_id)
+  tokens[mask] = np.concatenate(ids)
+  empty = np.zeros((4, 1), np.int32)
+  rollout = Rollout(empty, empty > 0, tokens, mask, mask * 0.0, mask.any(1))
+  decoded = decode_completions(TOKENIZER, rollout)
+  assert decoded == texts
+
+  def prompt(text):
+    return [{'role': 'user', 'content': text}] if chat else text
+
+  examples = [{'prompt': prompt(p), 'answer': a} for p, a in ('p1', 'q2')]
+  prompts = Prompts(empty[:2], empty[:2] > 0, examples)
+  with Pipeline([Reward(look)]) as pipeline:
+    submit_rollout(pipeline, prompts, rollout, decoded, step=0).result()
+  assert seen['p'] == [prompt(p) for p in 'ppqq']
+  assert seen['a'] == ['1', '1', '2', '2']
+  assert seen['ids'] == ids
+  assert [len(row) for row in seen['ids']] == mask.sum(1).tolist()
+  expected = [[{'role': 'assistant', 'content': t}] for t in texts]
+  assert seen['c'] == (expected if chat else texts)
+
+
+def test_rows_that_every_reward_abstains_on_do_not_train(tmp_path):
+  """One row of four; its length alone is no opinion, nor is a weight of 0."""
+
+  def most(completions, **_):
+    values = digits(completions)
+    values[1::4] = [None] * len(values[1::4])
+    return values
+
+  result = train(
+    byte_model(),
+    tmp_path,
+    settings(num_steps=1, overlong_share=0.5),
+    the_task=task(Reward(most), Reward(digits, name='seen', weight=0.0)),
+    heldout=[],
+  )
+  [row] = [row for row in result.history if 'loss' in row]
+  assert row['rows/excluded'] == 8
+  assert row['rewards/overlong/missing'] == 0.25
+  assert row['rewards/seen/missing'] == 0
+  assert np.isfinite(row['loss']) and row['grad_norm'] > 0
