@@ -383,6 +383,12 @@ SECTIONS = (
       _M('eval/rewards/NAME/mean', 'reward', 'greedy answers'),
       _M('eval/rewards/NAME/stderr', 'reward', 'standard error over problems'),
       _M('eval/completions/mean_length', 'tokens', 'EOS counted'),
+      _M(
+        'eval/hypervolume',
+        'rewards multiplied',
+        'volume between the Pareto front of all evaluations so far and the '
+        'first one',
+      ),
       _M('eval/completions/clipped_ratio', 'share', 'ran into the limit'),
     ),
   ),

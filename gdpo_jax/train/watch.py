@@ -16,7 +16,14 @@ from typing import Any
 
 import jax
 
-from gdpo_jax.train import completions, histograms, metrics, monitor, rules
+from gdpo_jax.train import (
+  completions,
+  histograms,
+  metrics,
+  monitor,
+  pareto,
+  rules,
+)
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train import trackers as trackers_lib
 from gdpo_jax.train.page import html
@@ -28,7 +35,7 @@ _log = logging.getLogger(__name__)
 # The report is written again when this many times the seconds of the last
 # writing have passed: it never takes more than a part in 200 of a run.
 _REPORT_SPACING = 200.0
-_SAMPLED_GROUPS = 8  # in samples.jsonl, of each step that is sampled
+_SAMPLED_ROWS = 32  # in samples.jsonl, of each step that is sampled
 
 
 class Watch:
@@ -61,9 +68,10 @@ class Watch:
     )
     monitor.write_about(directory, about)
     self.monitor = monitor.Monitor(about, settings.monitor_actions)
-    if resume_step > 0:
-      done = metrics.read_jsonl(directory / metrics.JSONL)
-      self.monitor.replay(metrics.split_history(done)[0])
+    done, self._held_out = metrics.split_history(
+      metrics.read_jsonl(directory / metrics.JSONL)
+    )
+    self.monitor.replay(done)
     (directory / 'settings.json').write_text(
       json.dumps(dataclasses.asdict(settings), indent=2, default=str)
     )
@@ -114,7 +122,8 @@ class Watch:
 
   def _sample(self, step: int, experience) -> None:
     made = completions.trace(experience, self._settings)
-    for record in completions.records(step, experience, made, _SAMPLED_GROUPS):
+    groups = max(1, _SAMPLED_ROWS // self._settings.group_size)
+    for record in completions.records(step, experience, made, groups):
       self._writer.append(metrics.SAMPLES, record)
     if completions.can_write_table():
       completions.write_table(self._directory, step, experience, made)
@@ -122,6 +131,11 @@ class Watch:
   def held_out(self, step: int, summary: Mapping[str, float]) -> None:
     """The summary of an evaluation."""
     row = {f'eval/{name}': value for name, value in summary.items()}
+    self._held_out.append({'step': step, **row})
+    weights = {r.name: r.weight for r in self.monitor.about.rewards}
+    found = pareto.archive(self._held_out, weights)
+    if found:
+      row['eval/hypervolume'] = float(found.hypervolume[-1])
     self._writer.write(step, row)
     self._report_at = 0.0  # the next report has it
     for tracker in self._trackers:

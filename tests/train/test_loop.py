@@ -84,6 +84,7 @@ def test_files_hold_every_reward_and_every_step(finished):
     assert all(name in row for row in training), name
   held_out = [row for row in rows if 'eval/rewards/digits/mean' in row]
   assert [row['step'] for row in held_out] == [0, 4]
+  assert held_out[0]['eval/hypervolume'] == 0
   assert len(result.final.texts) == 20
   for step in (0, 4):
     answers = metrics.read_jsonl(directory / 'heldout' / f'{step}.jsonl')
