@@ -2,6 +2,8 @@
 
   python experiments/code.py --config=experiments/configs/code.py:VARIANT
 
+Costs and results are expected ones unless said to be measured.
+
   default      SmolLM2-135M-Instruct on one-line functions made here, two worked
                examples in the prompt. Cost: about 15 minutes on two cores.
                Expected: no_bug and passed rise, length follows.

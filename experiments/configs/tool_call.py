@@ -3,6 +3,8 @@
   python experiments/tool_call.py \\
     --config=experiments/configs/tool_call.py:VARIANT
 
+Costs and results are expected ones unless said to be measured.
+
   default         SmolLM2-135M-Instruct on requests to five tools, made here, two
                   worked examples in the prompt. Cost: about 20 minutes on two
                   cores. Expected: both rewards rise; greedy it starts near the
