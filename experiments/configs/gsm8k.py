@@ -2,6 +2,8 @@
 
 python experiments/gsm8k.py --config=experiments/configs/gsm8k.py:VARIANT
 
+Costs and results are expected ones unless said to be measured.
+
 default         SmolLM2-135M-Instruct on word problems and bare sums made here.
                 Cost: about 12 minutes on two cores. Expected: integer and
                 format near 1 from the start, as the prompt shows two solved
