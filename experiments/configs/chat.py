@@ -2,6 +2,8 @@
 
 python experiments/chat.py --config=experiments/configs/chat.py:VARIANT
 
+Costs and results are expected ones unless said to be measured.
+
 default         SmolLM2-135M-Instruct as the assistant, and frozen as the model
                 that reads its replies. Cost: about 20 minutes on two cores, one
                 of them for the reader. Expected: brevity and conversion rise.
