@@ -181,6 +181,8 @@ def sequence(returned: Any, n: int) -> list[Any]:
       returned = returned.detach().cpu()
       if returned.is_floating_point():  # nor bfloat16
         returned = returned.double()
+    if np.ma.isMaskedArray(returned):  # asarray would unmask it
+      returned = returned.astype(np.float64).filled(np.nan)
     array = np.asarray(returned)
     if array.ndim == 2 and array.shape[1] == 1:
       array = array[:, 0]
@@ -218,8 +220,8 @@ def collect(returned: Any, *, name: str, n: int) -> Call:
       values[row] = value
     elif not message:
       message = (
-        f'{name}: row {row} is {item!r:.80}, not a number of at most '
-        f'{_LARGEST:g} in size'
+        f'{name}: row {row} is {item!r:.80}, expected a finite int or float '
+        f'of at most {_LARGEST:g} in size'
       )
   return Call(values, kinds, message)
 
@@ -251,7 +253,14 @@ def text_of(messages: str | Sequence[Mapping[str, Any]]) -> str:
   """The text of a prompt or completion, whether string or message list."""
   if isinstance(messages, str):
     return messages
-  parts = (message.get('content') or '' for message in messages)
+  if isinstance(messages, Mapping):  # a single message
+    messages = [messages]
+  if not isinstance(messages, Sequence):
+    return str(messages)
+  parts = (
+    message.get('content') or '' if isinstance(message, Mapping) else message
+    for message in messages
+  )
   return '\n'.join(
     part if isinstance(part, str) else str(part) for part in parts
   )

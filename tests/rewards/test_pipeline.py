@@ -254,6 +254,25 @@ def test_seven_rows_are_no_groups_of_four():
   np.testing.assert_array_equal(rows[..., 0], [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
+def test_what_an_array_masks_is_missing():
+  values = np.ma.array(np.arange(8), mask=[0, 1] + [0] * 6)
+  scores = one(lambda completions: values)
+  np.testing.assert_array_equal(
+    scores.values[:, 0], [0, np.nan, 2, 3, 4, 5, 6, 7]
+  )
+  assert scores.reasons == {'r': {'nan': 1}}
+
+
+def test_a_record_of_any_completion_can_be_written():
+  message = {'role': 'assistant', 'content': 'x'}
+  completions = ['t', [message], message, None, 7, [3, 'y']]
+  scores = score(
+    ['p'] * 6, completions, {}, [Reward(lambda completions: [None] * 6)]
+  )
+  texts = [failure.text for failure in scores.failures]
+  assert texts == ['t', 'x', 'x', 'None', '7', '3\ny']
+
+
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32', 'int64', 'bool'])
 def test_tensors_of_torch_count(dtype):
   torch = pytest.importorskip('torch')
