@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from gdpo_jax import sampler, sharding
+from gdpo_jax import processes, sampler, sharding
 from gdpo_jax.policy import hf, lora, weights
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.hf import Pretrained
@@ -74,15 +74,30 @@ def task_function(
   return module.task_of
 
 
+def mesh_of(settings: Settings) -> jax.sharding.Mesh:
+  return sharding.make_mesh(
+    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+  )
+
+
 def load_model(config: ml_collections.ConfigDict) -> Pretrained:
-  """Pretrained weights, or a byte-level model of the config's shape."""
+  """Pretrained weights, or a byte-level model of the config's shape.
+
+  Read or made in the parts that each device keeps: no process ever holds the
+  whole of a model that is split.
+  """
+  mesh = mesh_of(settings_of(config))
   if config.model != 'bytes':
-    return weights.load(config.model)
+    return weights.load(
+      config.model, lambda shapes: sharding.shardings(mesh, shapes)
+    )
   tokenizer = byte_tokenizer()
   shape = dataclasses.replace(
     model_config(config), eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id
   )
-  params = make_policy(shape).init(jax.random.key(config.seed))
+  params = sharding.born_sharded(
+    mesh, make_policy(shape).init, jax.random.key(config.seed)
+  )
   return Pretrained(shape, params, tokenizer)
 
 
@@ -103,7 +118,8 @@ def run(
   """Warm start where asked, train, then the table and the curves."""
   progress = progress or Progress()
   directory.mkdir(parents=True, exist_ok=True)
-  (directory / 'config.json').write_text(config.to_json(indent=2))
+  if processes.is_first():
+    (directory / 'config.json').write_text(config.to_json(indent=2))
   policy = policy_of(model.config, settings)
   params = model.params
   if config.warm_start_updates:
@@ -121,6 +137,8 @@ def run(
     eval_batch_size=config.eval_batch_size,
     progress=progress,
   )
+  if not processes.is_first():
+    return result
   names = [reward.name for reward in task.rewards]
   report.curves(result.history, names, directory / 'curves.png')
   progress.finish(report.table(result.history, names), directory)
@@ -129,12 +147,9 @@ def run(
 
 def _warm_started(policy, model, task, settings, config, directory, progress):
   """Supervised start, kept beside the run so that a restart does not repeat it."""
-  kept = directory / 'warm_start'
-  if kept.exists():
-    return hf.load(kept)[1]
-  mesh = sharding.make_mesh(
-    settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
-  )
+  kept, mesh = directory / 'warm_start', mesh_of(settings)
+  if processes.any_of(kept.exists()):
+    return hf.load(kept, lambda shapes: sharding.shardings(mesh, shapes))[1]
 
   def batches() -> Iterator[list[tuple[Any, str]]]:
     rng = np.random.default_rng((settings.seed, 1))
@@ -154,9 +169,12 @@ def _warm_started(policy, model, task, settings, config, directory, progress):
       f'warm start {i}/{config.warm_start_updates}  {loss:.3f} nats/token'
     ),
   )
-  partial = directory / 'warm_start.partial'
-  hf.save(partial, model.config, params, dtype='float32')
-  partial.rename(kept)
+  whole = sharding.to_host(params)
+  if processes.is_first():
+    partial = directory / 'warm_start.partial'
+    hf.save(partial, model.config, whole, dtype='float32')
+    partial.rename(kept)
+  processes.barrier('the warm start is saved')
   return params
 
 
@@ -205,7 +223,8 @@ def start(main: Callable[[list[str]], None]) -> None:
     # transformers is here for tokenizers and templates, which need no torch
     os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
     try:
-      main(argv)
+      with processes.together():
+        main(argv)
     except ValueError as error:
       if os.environ.get('GDPO_TRACEBACK'):
         raise

@@ -18,11 +18,12 @@ again, continues from its last checkpoint.
 """
 
 import contextlib
+import json
 import os
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -89,6 +90,8 @@ def together():
     return
   # For CPU devices; accelerators bring their own collectives.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  # It would take SIGTERM, on which the loop saves and ends.
+  jax.config.update('jax_enable_preemption_service', False)
   limits = {
     'heartbeat_timeout_seconds': member.heartbeat_s,
     'shutdown_timeout_seconds': member.heartbeat_s,
@@ -131,10 +134,13 @@ def _leave(error: BaseException) -> None:
       'its last checkpoint.',
       file=sys.stderr,
     )
+  elif isinstance(error, ValueError) and not os.environ.get('GDPO_TRACEBACK'):
+    status = 2
+    print(f'error: {error}', file=sys.stderr)
   else:
     status = 1
     traceback.print_exception(error)
-    print(f'{who}: stopped by the error above.', file=sys.stderr)
+  print(f'{who} stops with status {status}.', file=sys.stderr)
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
@@ -145,9 +151,63 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
-def gather_rows(local: np.ndarray) -> np.ndarray:
-  """[n, ...] of every process, in their order, as [processes * n, ...] on all."""
-  return np.asarray(multihost_utils.process_allgather(local, tiled=True))
+def count() -> int:
+  return jax.process_count()
+
+
+def share(num: int, of: int | None = None, which: int | None = None) -> slice:
+  """The block of `num` things that belongs to this process.
+
+  As even as can be: the first `num % of` blocks have one more, and where there
+  are fewer things than processes the last blocks are empty.
+
+  Args:
+    of, which: processes, and the one meant; this one of this run by default.
+  """
+  of = jax.process_count() if of is None else of
+  which = jax.process_index() if which is None else which
+  size, more = divmod(num, of)
+  start = which * size + min(which, more)
+  return slice(start, start + size + (which < more))
+
+
+def say(text: str) -> None:
+  """Prints, in the process that writes logs."""
+  if is_first():
+    print(text, flush=True)
+
+
+def gather_shares(local: np.ndarray, num: int) -> np.ndarray:
+  """[num, ...] on all, from the rows that each process has of its `share`.
+
+  Shares that differ in length are filled up for the exchange, and cut again.
+  """
+  of = jax.process_count()
+  if of == 1:
+    return np.asarray(local)
+  blocks = [share(num, of, i) for i in range(of)]
+  longest = max(block.stop - block.start for block in blocks)
+  filled = np.zeros((longest, *local.shape[1:]), local.dtype)
+  filled[: len(local)] = local
+  everyones = np.asarray(multihost_utils.process_allgather(filled))
+  return np.concatenate(
+    [x[: b.stop - b.start] for x, b in zip(everyones, blocks)]
+  )
+
+
+def gather_json(value: Any) -> list[Any]:
+  """The values of all processes, in their order; plain JSON, for records."""
+  if jax.process_count() == 1:
+    return [value]
+  text = np.frombuffer(json.dumps(value, default=str).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(text.size))
+  filled = np.zeros(int(np.max(sizes)), np.uint8)
+  filled[: text.size] = text
+  everyones = np.asarray(multihost_utils.process_allgather(filled))
+  return [
+    json.loads(row[: int(size)].tobytes().decode())
+    for row, size in zip(everyones, np.asarray(sizes).reshape(-1))
+  ]
 
 
 def total(counts: np.ndarray) -> np.ndarray:

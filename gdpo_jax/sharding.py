@@ -165,6 +165,18 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
+def rows_per_device(num_rows: int) -> int:
+  """Of `num_rows`, those on one device of the mesh of `use`; all without one.
+
+  All of them as well where the devices do not divide them.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return num_rows
+  shards = mesh.shape['data'] * mesh.shape['fsdp']
+  return num_rows if num_rows % shards else num_rows // shards
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
@@ -225,6 +237,18 @@ def put_rows(mesh: Mesh, tree: Any) -> Any:
     return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
 
   return jax.tree.map(one, tree)
+
+
+def place(mesh: Mesh, params: Any) -> Any:
+  """Parameters, from the host or from devices, where the table wants them."""
+
+  def one(x, placed):
+    if isinstance(x, jax.Array) and x.sharding.device_set == placed.device_set:
+      return jax.device_put(x, placed)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, placed, lambda index: x[index])
+
+  return jax.tree.map(one, params, shardings(mesh, params))
 
 
 def to_host(tree: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from gdpo_jax import sharding
 from gdpo_jax.policy import hf, weights
 from gdpo_jax.policy.hf import Pretrained
 from gdpo_jax.policy.policy import make_policy
@@ -391,15 +392,19 @@ class GDPOTrainer:
     )
     with Pipeline(self.task.rewards) as pipeline:
       pipeline.check_columns(set(examples[0]) - {'prompt'})
+      mesh = sharding.make_mesh(
+        settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
+      )
       result = evaluate(
         self.policy,
-        self.params,
+        sharding.place(mesh, self.params),
         self.tokenizer,
         pipeline,
         examples,
         sampling,
         settings.max_prompt_tokens,
         min(self._eval_batch, len(examples)),
+        mesh,
       )
     return {f'eval_{k}': v for k, v in result.summary().items()}
 

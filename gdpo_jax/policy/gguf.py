@@ -65,11 +65,11 @@ _WORDS = (
 )
 
 
-def load(file: str | os.PathLike) -> hf.Pretrained:
+def load(file: str | os.PathLike, shardings: Any = None) -> hf.Pretrained:
   """Reads a GGUF file of a Llama, Qwen2 or Qwen3 model.
 
   Quantized tensors are dequantized to float32. The head is tied where the
-  file has no tensor for it.
+  file has no tensor for it. `shardings` as for `hf.load`.
 
   Raises:
     ValueError: not GGUF, truncated, or with sizes that do not fit the file;
@@ -103,7 +103,9 @@ def load(file: str | os.PathLike) -> hf.Pretrained:
         name = rename(f'model.layers.{i}.self_attn.{kind}_proj.weight')
         if name in tensors:
           tensors[name] = _rotate_half_order(tensors[name], heads)
-  params = hf.assemble(config, tensors, file, rename=rename)
+  params = hf.assemble(
+    config, tensors, file, rename=rename, shardings=shardings
+  )
   return hf.Pretrained(config, params, tokenizer)
 
 

@@ -7,6 +7,7 @@ adds a token per row to a Cache that is an explicit argument.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,13 +143,22 @@ def make_policy(
     row is computed once, from the first of them. `with_values` adds a third,
     the value head's on the state before each token (params['value'], f32[D]).
     """
-    tokens, targets = rollout.prompt[::group_size], rollout.tokens
-    mask = _at_least_one(rollout.prompt_mask[::group_size])
-    num_prompts, num_rows, length = len(tokens), *targets.shape
-    if num_prompts * group_size != num_rows:
+    targets = rollout.tokens
+    num_rows, length = targets.shape
+    if num_rows % group_size:
       raise ValueError(
         f'{num_rows} rows do not divide into groups of {group_size}.'
       )
+    # A group that lies on several devices is computed in parts, one on each,
+    # with the prompt once in each part.
+    group_size = math.gcd(group_size, sharding.rows_per_device(num_rows))
+    num_prompts = num_rows // group_size
+
+    def first_of_each(x):
+      return x.reshape(num_prompts, group_size, -1)[:, 0]
+
+    tokens = first_of_each(rollout.prompt)
+    mask = _at_least_one(first_of_each(rollout.prompt_mask))
     # A completion's inputs start with the last prompt token, whose state
     # predicts the first target, and stop before the last target.
     first = jnp.repeat(tokens[:, -1:], group_size, axis=0)

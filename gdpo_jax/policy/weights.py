@@ -23,7 +23,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 if TYPE_CHECKING:
   from gdpo_jax.policy.hf import Pretrained
@@ -167,16 +167,21 @@ def path_or_fetch(name_or_path: str | os.PathLike) -> pathlib.Path:
   )
 
 
-def load(name_or_path: str | os.PathLike) -> 'Pretrained':
-  """Config, float32 parameters and tokenizer of whatever names a model."""
+def load(
+  name_or_path: str | os.PathLike, shardings: Any = None
+) -> 'Pretrained':
+  """Config, float32 parameters and tokenizer of whatever names a model.
+
+  `shardings` as for `hf.load`: each process then reads its own slices.
+  """
   # fetching needs neither JAX nor tokenizers, and should start at once
   from gdpo_jax.policy import gguf, hf
   from gdpo_jax.policy.tokenizer import Tokenizer
 
   where = path_or_fetch(name_or_path)
   if where.is_file():
-    return gguf.load(where)
-  return hf.Pretrained(*hf.load(where), Tokenizer.from_hf(where))
+    return gguf.load(where, shardings)
+  return hf.Pretrained(*hf.load(where, shardings), Tokenizer.from_hf(where))
 
 
 def _known(name):

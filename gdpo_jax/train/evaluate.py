@@ -12,6 +12,7 @@ import numpy as np
 from gdpo_jax import sampler
 from gdpo_jax.tasks.base import evaluation_batches
 from gdpo_jax.train import experience as experience_lib
+from gdpo_jax.train.scoring import Scoring
 
 
 class Evaluation(NamedTuple):
@@ -66,6 +67,7 @@ def evaluate(
   sampling: sampler.Sampling,
   max_prompt_tokens: int,
   batch_size: int,
+  mesh,
   step: int = 0,
   stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
@@ -83,14 +85,13 @@ def evaluate(
     if stop():
       return None
     count = int(real.sum())
-    rollout = jax.device_get(
-      sampler.generate(policy, params, prompts, key, sampling)
+    rollout = experience_lib.sample(
+      policy, params, prompts, key, sampling, mesh
     )
     rollout = jax.tree.map(lambda x, n=count: x[:n], rollout)
     prompts = prompts._replace(examples=prompts.examples[:count])
-    decoded = experience_lib.decode_completions(tokenizer, rollout)
-    scores = experience_lib.submit_rollout(
-      pipeline, prompts, rollout, decoded, step
+    decoded, scores = Scoring(
+      pipeline, tokenizer, prompts, rollout, step
     ).result()
     values.append(scores.values)
     lengths.append(rollout.mask.sum(-1))

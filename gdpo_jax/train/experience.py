@@ -17,11 +17,12 @@ import numpy as np
 from gdpo_jax import sampler, sharding
 from gdpo_jax.objectives import advantages as adv
 from gdpo_jax.objectives import gae, kl, shaping
-from gdpo_jax.rewards.pipeline import Pending, Pipeline, Scores
+from gdpo_jax.rewards.pipeline import Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
 from gdpo_jax.train.advantage import combine, shape_rewards
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.metrics import Timer
+from gdpo_jax.train.scoring import Scoring
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
 
@@ -58,40 +59,28 @@ class Experience(NamedTuple):
   rounds: int  # of sampling
 
 
-def decode_completions(tokenizer, rollout: Rollout) -> list[str]:
-  """N texts, special tokens and everything after the first EOS left out."""
-  tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.mask)
-  return [tokenizer.decode(t[m].tolist()) for t, m in zip(tokens, mask)]
+def sample(
+  policy, params, prompts: Prompts, key, sampling, mesh, row_ids=None
+) -> Rollout:
+  """`generate` over the mesh: rows on the host, whole on every process.
 
-
-def submit_rollout(
-  pipeline: Pipeline, prompts: Prompts, rollout: Rollout, texts, step: int
-) -> Pending:
-  """Asks every reward about every row, in TRL's calling convention.
-
-  Returns at once; `result()` waits for the scores.
+  Where the devices do not divide the prompts, copies of the last one fill up
+  the batch and are dropped again.
   """
-  group = len(texts) // len(prompts.examples)
-  rows = [example for example in prompts.examples for _ in range(group)]
-  columns = {
-    name: [row.get(name) for row in rows]
-    for name in rows[0]
-    if name != 'prompt'
-  }
-  chat = not isinstance(rows[0]['prompt'], str)
-  completions = (
-    [[{'role': 'assistant', 'content': text}] for text in texts]
-    if chat
-    else texts
+  num_prompts, group = len(prompts.tokens), sampling.group_size
+  missing = -num_prompts % sharding.num_row_shards(mesh)
+  tokens, mask = (
+    np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+    for x in (prompts.tokens, prompts.mask)
   )
-  tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.mask)
-  return pipeline.submit(
-    [row['prompt'] for row in rows],
-    completions,
-    columns,
-    completion_ids=[t[m].tolist() for t, m in zip(tokens, mask)],
-    step=step,
+  if row_ids is not None:
+    beyond = row_ids[-1] + 1 + np.arange(missing * group)
+    row_ids = np.concatenate([row_ids, beyond])
+  rollout = sampler.generate(
+    policy, params, Prompts(tokens, mask, []), key, sampling, row_ids, mesh
   )
+  rollout = sharding.to_host(rollout)
+  return jax.tree.map(lambda x: x[: num_prompts * group], rollout)
 
 
 class Collector:
@@ -112,7 +101,6 @@ class Collector:
     self.pipeline, self.sampling = pipeline, sampling
     self.controllers = controllers
     self.settings, self.mesh = settings, mesh
-    self._rows = sharding.rows(mesh)
     declared = pipeline.rewards
     self._declared = len(declared)
     overlong = bool(settings.overlong_margin)
@@ -230,17 +218,17 @@ class Collector:
       # Row numbers of the whole batch: the parts do not change the samples.
       rows = np.arange(len(part.examples) * s.group_size) + start * s.group_size
       with timer('generate'):
-        rollout = jax.device_get(
-          sampler.generate(
-            self.policy, params, part, key, self.sampling, row_ids=rows
-          )
+        rollout = sample(
+          self.policy, params, part, key, self.sampling, self.mesh, rows
         )
-      texts = decode_completions(self.tokenizer, rollout)
-      pending.append(submit_rollout(self.pipeline, part, rollout, texts, step))
-      parts.append((rollout, _objects(texts)))
+      pending.append(
+        Scoring(self.pipeline, self.tokenizer, part, rollout, step)
+      )
+      parts.append(rollout)
     with timer('rewards'):
-      scores = [p.result() for p in pending]
-    rollout, texts = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+      texts, scores = zip(*(p.result() for p in pending))
+    rollout = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    texts = _objects([text for part in texts for text in part])
     values = self._grouped(np.concatenate([s.values for s in scores]))
     declared = [reward.name for reward in self.pipeline.rewards]
     self.iterator.observe(
@@ -277,7 +265,7 @@ class Collector:
       values=values,
       **shaped._asdict(),
     )
-    return groups, scores
+    return groups, list(scores)
 
   def _token_scores(self, params, rollout: Rollout, with_values=False):
     """Trainer's log-probs, entropies and, where asked for, values.
@@ -287,16 +275,19 @@ class Collector:
     s = self.settings
     rows = s.prompts_per_micro_batch * s.group_size
     parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), rollout)
-    scores = jax.lax.map(
-      lambda part: self.policy.log_probs(
+
+    def score(part):
+      part = jax.tree.map(lambda x: sharding.constrain(x, 'rows'), part)
+      return self.policy.log_probs(
         params,
         part,
         group_size=s.group_size,
         temperature=s.temperature,
         with_values=with_values,
-      ),
-      parts,
-    )
+      )
+
+    with sharding.use(self.mesh):
+      scores = jax.lax.map(score, parts)
     return tuple(x.reshape(rollout.tokens.shape) for x in scores)
 
   def _resolve_in_time(
@@ -354,13 +345,14 @@ class Collector:
       logp=rows(groups.logp),
       ended=rows(groups.ended),
     )
-    rollout = jax.device_put(rollout, self._rows)
+    rollout = sharding.put_rows(self.mesh, rollout)
     weights, coef = self._weights(controllers, scores[-1]), None
     ref_logp, nats = None, None
     if s.kl_coef:
       ref_logp, _ = self._score(ref_params, rollout)
       nats = kl.sequence_kl(rollout.logp, ref_logp, rollout.mask)
-      nats, coef = self._grouped(nats), controllers['kl'].coef
+      nats = self._grouped(sharding.to_host(nats))
+      coef = controllers['kl'].coef
     if 'kl' in self.names:
       rewards, valid, weights = jax.device_get(
         kl.kl_as_reward(groups.rewards, groups.valid, weights, nats, coef)
@@ -382,27 +374,28 @@ class Collector:
       per_token, returns, values = self._resolve(
         params,
         rollout,
-        rows(totals.astype(np.float32)),
-        rows(row_valid),
+        *sharding.put_rows(
+          self.mesh, (rows(totals.astype(np.float32)), rows(row_valid))
+        ),
         ref_logp,
         coef,
       )
       count = np.maximum(groups.mask.sum(-1), 1)
-      advantages = self._grouped(per_token).sum(-1) / count
+      advantages = self._grouped(sharding.to_host(per_token)).sum(-1) / count
     else:
       advantages = np.asarray(
         self._combine(groups.rewards, groups.valid, weights, groups.mask)
       )
-      per_token = jax.device_put(
+      per_token = sharding.put_rows(
+        self.mesh,
         rows(np.where(row_valid, advantages, 0.0)).astype(np.float32),
-        self._rows,
       )
     batch = Batch(
       rollout=rollout,
       advantages=per_token,
       old_logp=self._old_logp(params, rollout),
       ref_logp=ref_logp,
-      row_valid=jax.device_put(rows(row_valid), self._rows),
+      row_valid=sharding.put_rows(self.mesh, rows(row_valid)),
       old_values=values,
       returns=returns,
     )

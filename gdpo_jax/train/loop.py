@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 import gdpo_jax
-from gdpo_jax import sampler, sharding
+from gdpo_jax import processes, sampler, sharding
 from gdpo_jax.policy import lora
 from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.tasks.base import PromptIterator, Task
@@ -23,7 +21,7 @@ from gdpo_jax.train import metrics as metrics_lib
 from gdpo_jax.train import policies
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.advantage import diagnosis, make_gradient_cosines
-from gdpo_jax.train.checkpoint import Checkpointer
+from gdpo_jax.train.checkpoint import Checkpointer, Retention, changed_fields
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.evaluate import Evaluation, evaluate
 from gdpo_jax.train.experience import Collector, minibatches
@@ -60,6 +58,10 @@ def train(
 ) -> Result:
   """Trains `params` on `task`; continues a run that `directory` holds.
 
+  With several processes all of them call this together, with the same
+  arguments; they sample and score their shares of each batch, and the first
+  one writes what is not a checkpoint.
+
   Args:
     policy, params, tokenizer: what is trained; `params` is also the reference
       policy where `settings.kl_coef` is not 0. Under LoRA it stays as it is,
@@ -78,7 +80,8 @@ def train(
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
   )
   _check_rows(settings, mesh)
-  progress = progress or Progress()
+  first = processes.is_first()
+  progress = progress or Progress(quiet=not first)
   heldout = task.heldout if heldout is None else heldout
   declared = tuple(reward.name for reward in task.rewards)
   sampling = sampler.Sampling(
@@ -104,33 +107,36 @@ def train(
   controllers = Controllers(
     settings, declared, [r.weight for r in task.rewards]
   )
+  params = sharding.place(mesh, params)
   state = state_lib.init_state(params, optimizer, settings, mesh, controllers)
   # Under LoRA the base, which is a reference policy for free; else nothing.
   _, base = lora.split(params)
-  base = jax.device_put(base, sharding.shardings(mesh, base))
   start = base
   if settings.kl_coef and not base and 'reference' not in state.controllers:
-    start = jax.device_put(params, sharding.shardings(mesh, params))
+    start = params
   frozen = (base,) if base else ()
   train_step = make_train_step(policy, optimizer, settings, mesh)
   num_params = sum(x.size for x in jax.tree.leaves(params))
 
   with contextlib.ExitStack() as stack:
     pipeline = stack.enter_context(
-      Pipeline(task.rewards, sum_counts=_sum_over_processes)
+      Pipeline(task.rewards, sum_counts=processes.total)
     )
     pipeline.check_columns(set(task.train[0]) - {'prompt'})
     checkpointer = Checkpointer(
-      directory / 'checkpoints', settings.keep_checkpoints, settings.save_every
+      directory / 'checkpoints',
+      _retention(settings, declared),
+      settings.save_every,
     )
     stack.callback(checkpointer.close)
     restored = checkpointer.restore_latest(state)
     if restored:
       state, record = restored
-      _same_run(record['settings'], settings)
+      _same_run(record['run'], _run(settings, policy, task))
       if base:
         policies.check_base(record['base'], base)
       iterator.restore(record['cursor'])
+      pipeline.restore_mutes(record['mutes'])
       _log.info('continuing %s at step %d', directory, int(state.step))
     collect = Collector(
       policy,
@@ -175,13 +181,15 @@ def train(
         greedy,
         settings.max_prompt_tokens,
         min(eval_batch_size, len(heldout)),
+        mesh,
         step,
         stop,
       )
       if result is None:  # SIGTERM: save and go, the next run evaluates
         return None
       watch.held_out(step, result.summary())
-      result.write(directory / 'heldout' / f'{step}.jsonl')
+      if first:
+        result.write(directory / 'heldout' / f'{step}.jsonl')
       return result
 
     if not restored:
@@ -239,17 +247,20 @@ def train(
       done = step + 1
       watch.step(done, row, experience)
       state = watch.adjust(state)
+      evaluation = None
       if settings.eval_every and done % settings.eval_every == 0:
-        held_out(done, f'step {done}')
-      last = done == settings.num_steps or stop() or watch.should_stop
+        evaluation = held_out(done, f'step {done}')
+      last = done == settings.num_steps or watch.should_stop or stop()
       if checkpointer.due(done) or last:
         checkpointer.save(
           done,
           state,
           {
             'cursor': cursor,
-            'settings': dataclasses.asdict(settings),
             'base': policies.fingerprint(base) if base else None,
+            'mutes': pipeline.mutes,
+            'metrics': row | _prefixed('eval/', evaluation),
+            'run': _run(settings, policy, task),
             'versions': {
               'gdpo_jax': gdpo_jax.__version__,
               'jax': jax.__version__,
@@ -261,24 +272,17 @@ def train(
       if last:
         break
     checkpointer.wait()
-    history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
-    evaluated = any(
+    final, log, history = None, directory / metrics_lib.JSONL, []
+    evaluated = first and any(
       row['step'] == settings.num_steps
       and 'eval/completions/mean_length' in row
-      for row in history
+      for row in metrics_lib.read_jsonl(log)
     )
-    final = None
-    if not (stop() or watch.should_stop or evaluated):
+    if not (watch.should_stop or stop() or processes.any_of(evaluated)):
       final = held_out(int(state.step), 'after training')
-      history = metrics_lib.read_jsonl(directory / metrics_lib.JSONL)
+    if first:
+      history = metrics_lib.read_jsonl(log)
   return Result(state, history, final, directory)
-
-
-def _sum_over_processes(counts: np.ndarray) -> np.ndarray:
-  """Failed calls of all processes, so that each mutes the same rewards."""
-  if jax.process_count() == 1:
-    return counts
-  return np.asarray(multihost_utils.process_allgather(counts)).sum(axis=0)
 
 
 def _check_rows(settings: Settings, mesh) -> None:
@@ -293,28 +297,67 @@ def _check_rows(settings: Settings, mesh) -> None:
     )
 
 
-def _same_run(saved: dict[str, Any], settings: Settings) -> None:
-  """Only what a longer run changes may differ from the checkpoint's settings."""
-  free = {
-    'num_steps',
-    'eval_every',
-    'save_every',
-    'keep_checkpoints',
-    'samples_every',
-    'monitor_actions',
-    'trackers',
+def _retention(settings: Settings, rewards: tuple[str, ...]) -> Retention:
+  return Retention(
+    last=settings.keep_checkpoints,
+    every=settings.keep_every,
+    best=settings.keep_best,
+    pareto=tuple(f'rewards/{name}/mean' for name in rewards)
+    if settings.keep_pareto
+    else (),
+  )
+
+
+def _prefixed(prefix: str, evaluation: Evaluation | None) -> dict[str, float]:
+  summary = evaluation.summary() if evaluation else {}
+  return {prefix + name: value for name, value in summary.items()}
+
+
+def _run(settings: Settings, policy, task: Task) -> dict[str, Any]:
+  """What makes a run this run and no other, as plain JSON."""
+  run = {
+    'settings': dataclasses.asdict(settings),
+    'model': dataclasses.asdict(policy.config),
+    'rewards': {
+      reward.name: {'weight': reward.weight, 'condition': reward.condition}
+      for reward in task.rewards
+    },
   }
-  now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
-  saved = json.loads(json.dumps(saved, default=str))
-  changed = [
-    f'{name}: {saved.get(name)!r} -> {value!r}'
-    for name, value in now.items()
-    if name not in free and saved.get(name) != value
-  ]
-  if changed:
+  return json.loads(json.dumps(run, default=str))
+
+
+# What a longer run, another machine or another way to look at it changes.
+_FREE = (
+  'num_steps',
+  'eval_every',
+  'save_every',
+  'keep_checkpoints',
+  'keep_every',
+  'keep_best',
+  'keep_pareto',
+  'samples_every',
+  'monitor_actions',
+  'trackers',
+  'mesh_data',
+  'mesh_fsdp',
+  'mesh_tensor',
+)
+
+
+def _same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+  """Compares field by field; refuses what would make it another run."""
+  changed = changed_fields(saved, now)
+  refused = []
+  for name, (old, new) in changed.items():
+    said = f'{name}: {old!r} -> {new!r}'
+    if name.removeprefix('settings.') in _FREE:
+      _log.warning('continuing with another setting, %s', said)
+    else:
+      refused.append(said)
+  if refused:
     raise ValueError(
-      'the run directory holds a checkpoint with other settings '
-      f'({"; ".join(changed)}); choose another directory, or set them back.'
+      'the run directory holds a checkpoint of another run '
+      f'({"; ".join(refused)}); choose another directory, or set them back.'
     )
 
 
@@ -322,6 +365,7 @@ def _same_run(saved: dict[str, Any], settings: Settings) -> None:
 def _finish_on_sigterm():
   """Yields a function that says whether SIGTERM asked the run to end.
 
+  Asked by one of several processes, all of them end: they call it together.
   The step in flight is finished and saved. Off the main thread, where Python
   allows no handler, SIGTERM keeps its usual meaning.
   """
@@ -329,9 +373,9 @@ def _finish_on_sigterm():
   try:
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(time.time()))
   except ValueError:
-    yield lambda: False
+    yield lambda: processes.any_of(False)
     return
   try:
-    yield lambda: bool(asked)
+    yield lambda: processes.any_of(bool(asked))
   finally:
     signal.signal(signal.SIGTERM, before)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gdpo_jax import sharding
 from gdpo_jax.objectives.masked import Mean
 
 JSONL = 'metrics.jsonl'
@@ -128,7 +129,9 @@ def experience_metrics(experience) -> dict[str, float]:
     'completions/clipped_ratio': float(1 - groups.ended.mean()),
     'groups/informative': float(groups.informative.mean()),
     'groups/rounds': float(experience.rounds),
-    'rows/excluded': float((~np.asarray(experience.batch.row_valid)).sum()),
+    'rows/excluded': float(
+      (~sharding.to_host(experience.batch.row_valid)).sum()
+    ),
     'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
     'num_tokens': float(lengths.sum()),
     'completions/distinct': distinct_share(groups.texts),
@@ -276,6 +279,19 @@ class Writer:
   def close(self) -> None:
     for file in self._files.values():
       file.close()
+
+
+class NoWriter:
+  """For the processes that do not write."""
+
+  def write(self, step: int, row: Mapping[str, Any], prefix: str = '') -> None:
+    pass
+
+  def append(self, name: str, record: Mapping[str, Any]) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
 
 
 def _strict(value):

@@ -195,7 +195,10 @@ class Settings:
   # What is written, in steps.
   eval_every: int = 0  # held-out evaluation; 0: only at start and end
   save_every: int = 20  # checkpoints; 0: only at the end
-  keep_checkpoints: int = 2
+  keep_checkpoints: int = 2  # the newest n ...
+  keep_every: int = 0  # ... and those of every so many steps; 0: none
+  keep_best: str | None = None  # ... and the highest of this metric
+  keep_pareto: bool = False  # ... and the Pareto front of the mean rewards
   samples_every: int = 10  # completions written to samples.jsonl; 0: never
   gradient_cosine_every: int = 0  # costs K backward passes of a micro-batch
   # what the rules of train/rules.py do: 'RULE=ACTION,...', ACTION one of off,

@@ -165,6 +165,10 @@ def make_train_step(
     return groups.reshape(num_micro, micro * group, *x.shape[1:])
 
   def train_step(state: TrainState, batch: Batch, frozen: Any = None):
+    with sharding.use(mesh):
+      return step(state, batch, frozen)
+
+  def step(state, batch, frozen):
     def trained_loss(trained, *args):
       return loss_fn({**(frozen or {}), **trained}, *args)
 
@@ -192,6 +196,8 @@ def make_train_step(
       (loss, metrics), grads = grad_fn(
         state.params, state.controllers, rows, denominator
       )
+      # A sum over micro-batches that is whole on every device would not fit.
+      grads = jax.lax.with_sharding_constraint(grads, placed.params)
       return loss, metrics, grads
 
     def add(i, total):

@@ -79,7 +79,8 @@ def warm_start(
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 
   def loss_fn(params, rollout):
-    logp, _ = policy.log_probs(params, rollout)
+    with sharding.use(mesh):
+      logp, _ = policy.log_probs(params, rollout)
     return -jnp.sum(jnp.where(rollout.mask, logp, 0.0)) / jnp.sum(rollout.mask)
 
   def update(params, opt, rollout):
@@ -87,12 +88,18 @@ def warm_start(
     step, opt = optimizer.update(grads, opt, params)
     return optax.apply_updates(params, step), opt, loss
 
-  update = jax.jit(update, donate_argnums=(0, 1))
-  params = jax.device_put(params, sharding.shardings(mesh, params))
-  opt = jax.jit(optimizer.init)(params)
+  params = sharding.place(mesh, params)
+  opt = jax.eval_shape(optimizer.init, params)
+  placed = [sharding.shardings(mesh, tree) for tree in (params, opt)]
+  opt = jax.jit(optimizer.init, out_shardings=placed[1])(params)
+  update = jax.jit(
+    update,
+    donate_argnums=(0, 1),
+    out_shardings=(*placed, sharding.replicated(mesh)),
+  )
   for i in range(num_updates):
     rollout = encode_demonstrations(next(batches), tokenizer, settings)
-    rollout = jax.device_put(rollout, sharding.rows(mesh))
+    rollout = sharding.put_rows(mesh, rollout)
     params, opt, loss = update(params, opt, rollout)
     if i % 50 == 0 or i == num_updates - 1:
       report(i, float(loss))

@@ -14,8 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
+from gdpo_jax import processes
 from gdpo_jax.train import (
   completions,
   histograms,
@@ -52,6 +51,9 @@ class Watch:
   ):
     """Opens the files and goes through the rows that are already there.
 
+    The first of several processes writes; the others watch the same rows, and
+    come to the same adjustments.
+
     Args:
       rewards: the declared ones.
       names: of all rewards of the run; settings may add some.
@@ -59,27 +61,36 @@ class Watch:
     """
     self._directory, self._settings = directory, settings
     self._progress = progress
-    self._writer = metrics.Writer(directory, resume_step)
+    writes = processes.is_first()
+    self._writer = metrics.NoWriter()
+    if writes:
+      self._writer = metrics.Writer(directory, resume_step)
     about = rules.About(
       rewards=monitor.describe_rewards(rewards, names),
       prompts_per_step=settings.prompts_per_step,
       group_size=settings.group_size,
       kl_target=settings.kl_target if settings.kl_coef else None,
     )
-    monitor.write_about(directory, about)
     self.monitor = monitor.Monitor(about, settings.monitor_actions)
+    # A new run has none; the first process may still be cutting the file back.
+    done = []
+    if resume_step >= 0:
+      done = metrics.read_jsonl(directory / metrics.JSONL)
     done, self._held_out = metrics.split_history(
-      metrics.read_jsonl(directory / metrics.JSONL)
+      [row for row in done if row['step'] <= resume_step]
     )
     self.monitor.replay(done)
-    (directory / 'settings.json').write_text(
-      json.dumps(dataclasses.asdict(settings), indent=2, default=str)
-    )
     config = dataclasses.asdict(settings)
-    self._trackers = [
-      trackers_lib.TRACKERS[name](directory, config)
-      for name in trackers_lib.parse(settings.trackers)
-    ]
+    self._trackers = []
+    if writes:
+      monitor.write_about(directory, about)
+      (directory / 'settings.json').write_text(
+        json.dumps(config, indent=2, default=str)
+      )
+      self._trackers = [
+        trackers_lib.TRACKERS[name](directory, config)
+        for name in trackers_lib.parse(settings.trackers)
+      ]
     self._seconds = 0.0  # spent here since the last row was made
     self._report_at = 0.0  # monotonic time of the next report
 
@@ -111,7 +122,8 @@ class Watch:
     )
     every = self._settings.samples_every
     last = step == self._settings.num_steps
-    if every and ((step - 1) % every == 0 or last):
+    due = every and ((step - 1) % every == 0 or last)
+    if due and processes.is_first():
       self._sample(step, experience)
     self._progress.step(step, row)
     for event in self.monitor.check(step, row):
@@ -154,7 +166,7 @@ class Watch:
 
   def _report(self, finished: bool = False) -> None:
     """Never the reason for a run to end."""
-    if jax.process_index() or (
+    if not processes.is_first() or (
       not finished and time.monotonic() < self._report_at
     ):
       return
