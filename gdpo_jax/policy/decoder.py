@@ -31,6 +31,8 @@ from gdpo_jax.types import Array
 
 # Finite, so that no softmax ever meets -inf minus -inf.
 MASKED = -1e30
+# Queries that attend at once; a longer sequence is taken in blocks.
+CHUNK = 512
 
 REMAT = {
   'none': None,  # keep every intermediate value
@@ -214,12 +216,33 @@ def _merge_heads(x):
 def _attention(q, k, v, seen, shared=None):
   """Softmax attention over own keys and, jointly, over keys that G rows share.
 
+  Long sequences are taken a block of queries at a time, and again in the
+  backward pass, so that memory grows with their length and not its square.
+
   Args:
     q: f32[P, KV, G, R, T, HD].
     k: f32[P, KV, G, 1, T, HD], as v.
     seen: bool, broadcast to [P, KV, G, R, T, T].
     shared: None, or k and v [P, KV, C, HD] and their bool[P, C].
   """
+  length = q.shape[-2]
+  if length <= CHUNK:
+    return _attend(q, k, v, seen, shared)
+  block = max(n for n in range(1, CHUNK + 1) if length % n == 0)
+
+  def blocks(x):
+    """[..., T, X] -> [T / block, ..., block, X]."""
+    x = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+    return jnp.moveaxis(x, -3, 0)
+
+  out = jax.lax.map(
+    jax.checkpoint(lambda part: _attend(part[0], k, v, part[1], shared)),
+    (blocks(q), blocks(seen)),
+  )
+  return jnp.moveaxis(out, 0, -3).reshape(q.shape)
+
+
+def _attend(q, k, v, seen, shared):
   k, v = k[:, :, :, 0], v[:, :, :, 0]
   scores = jnp.einsum('pkgrtd,pkgsd->pkgrts', q, k)
   parts = [(jnp.where(seen, scores, MASKED), v, 'pkgrts,pkgsd->pkgrtd')]

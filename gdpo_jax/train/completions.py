@@ -74,7 +74,7 @@ def trace(experience, settings) -> Trace:
     combined=weighted.sum(-1),
     final=np.asarray(experience.advantages),
     weights=weights,
-    counted=np.asarray(experience.batch.row_valid).reshape(valid.shape[:2]),
+    counted=experience.counted,
   )
 
 

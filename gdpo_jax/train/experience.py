@@ -54,6 +54,7 @@ class Experience(NamedTuple):
   names: tuple[str, ...]  # of the K rewards
   weights: np.ndarray  # f32[K], of this step
   advantages: np.ndarray  # f32[P, G]; where resolved in time, means over tokens
+  counted: np.ndarray  # bool[P, G], False: the row counts for nothing
   kl_nats: np.ndarray | None  # f32[P, G], of completions to the reference
   scores: tuple[Scores, ...]  # of every part that was sampled, in order
   rounds: int  # of sampling
@@ -405,6 +406,7 @@ class Collector:
       names=self.names,
       weights=weights,
       advantages=advantages,
+      counted=row_valid,
       kl_nats=nats,
       scores=scores,
       rounds=rounds,

@@ -129,9 +129,7 @@ def experience_metrics(experience) -> dict[str, float]:
     'completions/clipped_ratio': float(1 - groups.ended.mean()),
     'groups/informative': float(groups.informative.mean()),
     'groups/rounds': float(experience.rounds),
-    'rows/excluded': float(
-      (~sharding.to_host(experience.batch.row_valid)).sum()
-    ),
+    'rows/excluded': float((~experience.counted).sum()),
     'advantages/abs_mean': float(np.abs(experience.advantages).mean()),
     'num_tokens': float(lengths.sum()),
     'completions/distinct': distinct_share(groups.texts),
@@ -143,7 +141,9 @@ def experience_metrics(experience) -> dict[str, float]:
     row['kl/nats_per_sequence'] = float(experience.kl_nats.mean())
   if experience.batch.old_values is not None:
     row |= value_metrics(
-      *jax.device_get((experience.batch.old_values, experience.batch.returns)),
+      *sharding.to_host(
+        (experience.batch.old_values, experience.batch.returns)
+      ),
       groups.mask.reshape(-1, groups.mask.shape[-1]),
     )
   if groups.ended.any():

@@ -160,8 +160,17 @@ def make_train_step(
   )
 
   def by_micro_batch(x, order):
-    """[N, ...] -> [micro-batches, rows, ...], whole groups in `order`."""
-    groups = x.reshape(-1, group, *x.shape[1:])[order]
+    """[N, ...] -> [micro-batches, rows, ...], whole groups.
+
+    In `order`, or, where there is none, every micro-batch takes some groups of
+    every device, so that no row has to move.
+    """
+    groups = x.reshape(-1, group, *x.shape[1:])
+    if order is None:
+      groups = groups.reshape(micro, num_micro, *groups.shape[1:])
+      groups = groups.swapaxes(0, 1)
+    else:
+      groups = groups[order]
     return groups.reshape(num_micro, micro * group, *x.shape[1:])
 
   def train_step(state: TrainState, batch: Batch, frozen: Any = None):
@@ -182,7 +191,7 @@ def make_train_step(
       order = jnp.argsort(~alive, stable=True)
       trips = -(-jnp.sum(alive) // micro)
     else:
-      order, trips = jnp.arange(alive.shape[0]), num_micro
+      order, trips = None, num_micro
     stacked = jax.tree.map(
       lambda x: by_micro_batch(x, order), (batch, denominator)
     )

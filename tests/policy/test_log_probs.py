@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from gdpo_jax.policy import heads
+from gdpo_jax.policy import decoder, heads
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.types import Rollout
@@ -239,3 +239,22 @@ def test_sharded_rows_and_weights(params, ragged, dtype):
   close = 1e-4 if dtype == 'float32' else 5e-2
   np.testing.assert_allclose(got[1], expected[1], atol=close)
   assert_trees_close(gradient, expected_gradient, rtol=close)
+
+
+def test_blocks_of_queries_change_nothing(params, ragged, monkeypatch):
+  """Of 4 prompt tokens and 7 of each completion, at most 2 attend at once."""
+
+  def loss(params, rollout):
+    logp, entropy = POLICY.log_probs.__wrapped__(params, rollout, group_size=4)
+    return jnp.sum(jnp.sin(logp) + entropy), logp
+
+  def run():
+    return jax.jit(jax.grad(loss, has_aux=True))(params, ragged)
+
+  expected = run()
+  monkeypatch.setattr(decoder, 'CHUNK', 2)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+    run(),
+    expected,
+  )

@@ -56,11 +56,12 @@ def experience(method='gdpo', settings=None):
     advantages.ADVANTAGES[method](SHAPED, VALID, WEIGHTS, whiten='none')
   )
   return Experience(
-    batch=types.SimpleNamespace(row_valid=np.ones(4, bool)),
+    batch=types.SimpleNamespace(),
     groups=groups,
     names=NAMES,
     weights=WEIGHTS,
     advantages=final,
+    counted=np.ones((2, 2), bool),
     kl_nats=None,
     scores=(scores,),
     rounds=1,

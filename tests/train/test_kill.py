@@ -1,7 +1,8 @@
-"""SIGKILL between two steps: the restarted run ends bit for bit the same."""
+"""A run that is killed or stopped, and started again, ends bit for bit the same."""
 
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -9,42 +10,71 @@ import time
 
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from gdpo_jax.train import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
-COMMAND = [
+TINY = [
   sys.executable,
   'experiments/math_len.py',
   '--config=experiments/configs/math_len.py:tiny',
-  '--config.num_steps=6',
-  '--config.save_every=2',
   '--config.heldout=0',
   '--config.warm_start_updates=2',
 ]
+# The limit within which the others must stop when a process has died.
+HEARTBEAT_S = 20
 
 
-def start(directory):
+def start(directory, steps, save_every=2, processes=1):
+  """The same run, begun or gone on with."""
+  command = [
+    *TINY,
+    f'--config.num_steps={steps}',
+    f'--config.save_every={save_every}',
+    f'--run_dir={directory}',
+  ]
   env = {**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''}
+  if processes > 1:
+    command = ['launch/local_processes.sh', str(processes), *command]
+    env |= {'DEVICES': '2', 'GDPO_HEARTBEAT_S': str(HEARTBEAT_S), 'GRACE': '60'}
   return subprocess.Popen(
-    [*COMMAND, f'--run_dir={directory}'],
+    command,
     cwd=ROOT,
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
+    start_new_session=True,
   )
 
 
-def finish(process):
-  output, _ = process.communicate(timeout=300)
+def finish(process, timeout=900):
+  try:
+    output, _ = process.communicate(timeout=timeout)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGKILL)
+    raise
   assert process.returncode == 0, output
+  return output
 
 
-def parameters(directory):
+def wait_for_rows(process, directory, num_rows, timeout=900):
+  log, deadline = directory / metrics.JSONL, time.monotonic() + timeout
+  while not (log.exists() and len(log.read_text().splitlines()) >= num_rows):
+    assert process.poll() is None, process.communicate()[0]
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def final(directory, steps):
   checkpointer = ocp.StandardCheckpointer()
-  state = checkpointer.restore(directory.absolute() / 'checkpoints/6/state')
-  return state['params'], state['opt']
+  path = directory.absolute() / 'checkpoints' / str(steps) / 'state'
+  state = checkpointer.restore(path)
+  return {
+    key: np.asarray(value)
+    for key, value in ocp.tree.to_flat_dict(state).items()
+  }
 
 
 def rows(directory):
@@ -54,29 +84,91 @@ def rows(directory):
   ]
 
 
-def test_killed_and_restarted_equals_uninterrupted(tmp_path):
-  whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-  finish(start(whole))
+def assert_same(directory, whole, steps):
+  """Parameters, optimizer, keys, rows, and with them the order of the data."""
+  assert rows(directory) == rows(whole)
+  assert [row['step'] for row in rows(directory)] == list(range(1, steps + 1))
+  a, b = final(directory, steps), final(whole, steps)
+  assert a.keys() == b.keys()
+  for key in a:
+    np.testing.assert_array_equal(a[key], b[key], err_msg=str(key))
 
-  process = start(killed)
-  deadline = time.monotonic() + 300
-  log = killed / metrics.JSONL
-  while not (log.exists() and len(log.read_text().splitlines()) >= 3):
-    assert process.poll() is None, process.communicate()[0]
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('whole')
+  finish(start(directory, 6))
+  return directory
+
+
+def test_killed_and_restarted_equals_uninterrupted(tmp_path, whole):
+  process = start(tmp_path, 6)
+  wait_for_rows(process, tmp_path, 3)
   process.send_signal(signal.SIGKILL)
   process.wait()
-  finish(start(killed))
+  finish(start(tmp_path, 6))
+  assert_same(tmp_path, whole, 6)
 
-  assert rows(killed) == rows(whole)
-  assert [row['step'] for row in rows(killed)] == [1, 2, 3, 4, 5, 6]
-  flat = [
-    ocp.tree.to_flat_dict(tree)
-    for directory in (whole, killed)
-    for tree in parameters(directory)
+
+def test_sigterm_saves_the_step_in_flight_and_ends(tmp_path, whole):
+  process = start(tmp_path, 6, save_every=100)
+  wait_for_rows(process, tmp_path, 2)
+  asked = time.monotonic()
+  process.send_signal(signal.SIGTERM)
+  finish(process)
+  assert time.monotonic() - asked < 30
+  done = len(rows(tmp_path))
+  saved = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
+  assert saved == [str(done)] and done < 6
+  finish(start(tmp_path, 6, save_every=100))
+  assert_same(tmp_path, whole, 6)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments(tmp_path):
+  whole, killed, steps = tmp_path / 'whole', tmp_path / 'killed', 45
+  began = time.monotonic()
+  finish(start(whole, steps, save_every=1))
+  spent = [
+    row['time/step'] for row in metrics.read_jsonl(whole / metrics.JSONL)
   ]
-  for a, b in ((flat[0], flat[2]), (flat[1], flat[3])):
-    assert a.keys() == b.keys()
-    for key in a:
-      np.testing.assert_array_equal(a[key], b[key], err_msg=str(key))
+  step_s = float(np.median(spent))
+  rng = random.Random(0)
+  for _ in range(20):
+    process = start(killed, steps, save_every=1)
+    log = killed / metrics.JSONL
+    had = len(log.read_text().splitlines()) if log.exists() else 0
+    # Every second time after a new step, wherever in the next one; else at any
+    # moment of start, restore and first steps.
+    if rng.random() < 0.5:
+      wait_for_rows(process, killed, min(had + 1, steps - 1))
+      time.sleep(rng.uniform(0, 2 * step_s))
+    else:
+      time.sleep(rng.uniform(0, (time.monotonic() - began) / steps + 15))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+  finish(start(killed, steps, save_every=1))
+  assert_same(killed, whole, steps)
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_dies(tmp_path):
+  whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+  finish(start(whole, 6, processes=2))
+  process = start(killed, 6, processes=2)
+  wait_for_rows(process, killed, 3)
+  children = subprocess.run(
+    ['pgrep', '-P', str(process.pid), '-f', 'experiments/math_len.py'],
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout.split()
+  assert len(children) == 2
+  os.kill(int(children[1]), signal.SIGKILL)
+  died = time.monotonic()
+  output, _ = process.communicate(timeout=300)
+  assert time.monotonic() - died < 2 * HEARTBEAT_S + 30
+  assert process.returncode == 128 + signal.SIGKILL
+  assert 'another process' in output or 'another task died' in output
+  finish(start(killed, 6, processes=2))
+  assert_same(killed, whole, 6)
