@@ -5,7 +5,7 @@ import pytest
 from tiny_runs import TOKENIZER, byte_model, digits, settings, task, train
 
 from gdpo_jax.rewards.pipeline import Pipeline, Reward
-from gdpo_jax.train.experience import decode_completions, submit_rollout
+from gdpo_jax.train.scoring import decode_completions, submit_rollout
 from gdpo_jax.types import Prompts, Rollout
 
 
