@@ -49,6 +49,11 @@ def token_log_probs(
   Returns:
     (logp, entropy), f32[N, T] each.
   """
+  if isinstance(temperature, (int, float)) and temperature <= 0:
+    raise ValueError(
+      f'temperature is {temperature}: a greedy choice has no log-probability; '
+      'give a temperature above 0.'
+    )
   num_rows, length, width = hidden.shape
   vocab_size = head.shape[0]
   least = 1

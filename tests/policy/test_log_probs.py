@@ -67,6 +67,8 @@ def test_temperature_by_hand():
   np.testing.assert_allclose(logp, [[-0.142932]], atol=1e-6)
   p = np.array([0.866814, 0.117310, 0.015876])
   np.testing.assert_allclose(entropy, [[-(p * np.log(p)).sum()]], atol=1e-5)
+  with pytest.raises(ValueError, match='temperature is 0.0'):
+    heads.token_log_probs(hidden, head, jnp.array([[0]]), temperature=0.0)
 
 
 def test_tied_head_by_hand():

@@ -171,6 +171,19 @@ def test_hanging_expressions_are_wrong_in_time_and_off_the_main_thread():
   assert time.monotonic() - start < 15
 
 
+def test_making_the_workers_is_not_counted(monkeypatch):
+  assert answers.equal('1+y', 'y+1')
+  pool = answers.equality._POOL
+
+  def slow(*args, **options):
+    time.sleep(4)
+    return pool
+
+  monkeypatch.setattr(answers.equality, '_POOL', None)
+  monkeypatch.setattr(answers.equality.workers, 'Pool', slow)
+  assert answers.equal('2+y', 'y+2')
+
+
 def test_correctness_reads_gold_texts_and_has_no_opinion_without_one():
   values = answers.correctness(
     [
