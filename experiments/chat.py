@@ -7,6 +7,8 @@ replies, and how far its scores agree with labels by hand is printed. A run that
 was stopped goes on when the same command is given again.
 """
 
+import sys
+
 import launcher
 
 from gdpo_jax.policy import weights
@@ -21,7 +23,10 @@ def task_of(config):
   reader = chat_reader.fit(weights.load(model), num_replies)
   accuracy, count = chat.agreement(reader, LABELLED)
   for name, share in accuracy.items():
-    print(f'{name}: agrees with {share:.0%} of {count[name]} labels by hand')
+    print(
+      f'{name}: agrees with {share:.0%} of {count[name]} labels by hand',
+      file=sys.stderr,
+    )
   return chat.chat(reader, **task)
 
 

@@ -1,6 +1,7 @@
 """What a config says about data: filters and curricula, see `config.data`."""
 
 import dataclasses
+import sys
 
 import ml_collections
 from ml_collections import config_dict
@@ -52,7 +53,10 @@ def apply(task: Task, data: ml_collections.ConfigDict) -> Task:
       at_least=data.at_least,
       at_most=data.at_most,
     )
-    print(f'{len(kept.examples)} examples; left out: {kept.dropped}')
+    print(
+      f'{len(kept.examples)} examples; left out: {kept.dropped}',
+      file=sys.stderr,
+    )
     task = dataclasses.replace(task, train=kept.examples)
   curriculum = {
     'none': task.curriculum,

@@ -134,7 +134,7 @@ def test_filters_and_curricula_by_config(capsys):
   assert {e['level'] for e in easy.train} == {1}
   assert easy.heldout == task.heldout
   assert easy.curriculum.reward == 'correct'
-  assert "left out: {'difficulty'" in capsys.readouterr().out
+  assert "left out: {'difficulty'" in capsys.readouterr().err
   for field, value, message in (
     ('curriculum', 'hard', "'hard'; choose from none"),
     ('reward', 'length', "'length', but the rewards are"),
