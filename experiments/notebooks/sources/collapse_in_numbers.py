@@ -34,14 +34,15 @@ np.set_printoptions(precision=3, suppress=True)
 # %% [markdown]
 # ## One group, two rewards
 #
-# Four samples of one prompt: *correct* and *short*. Samples 1 and 2 both sum to
-# 1. A second prompt stands beside it, because with one group alone in a batch
-# the batch step would hide what we look at.
+# Four samples of one prompt: *correct* and *short*. One is right and short, one
+# right and long, two are wrong and short. The last three have the same sum. A
+# second prompt stands beside it, because with one group alone in a batch the
+# batch step would hide what we look at.
 
 # %%
 rewards = np.float32(
   [
-    [[1, 1], [1, 0], [0, 1], [0, 0]],
+    [[1, 1], [1, 0], [0, 1], [0, 1]],
     [[1, 1], [0, 1], [0, 1], [0, 1]],
   ]
 )
@@ -52,9 +53,12 @@ for name in ('grpo', 'dr_grpo', 'mo_grpo', 'gdpo', 'dvao'):
   print(f'{name:8s}', values[0], values[1])
 
 # %% [markdown]
-# In the second group everybody is short, so *short* says nothing there. For
-# GRPO only the sum counts: (1,1) against three times (0,1). For GDPO the value
-# of the one right answer does not depend on what *short* does in the group.
+# For GRPO the two groups are one and the same: the best row against three equal
+# ones. For GDPO *right and long* is not *wrong and short*, and a right answer
+# in the second group, where nobody else has one and all are short, is worth what
+# *correct* alone makes it. (Right and long lies lowest in the first group,
+# because nearly everybody else is short: decoupling keeps rows apart, it does
+# not know which reward matters more. Weights and conditions say that.)
 #
 # ## The unit of a reward
 #
