@@ -133,6 +133,7 @@ def test_experience_metrics_by_hand():
       weights=np.float32([2, 0.1, 0]),
       advantages=np.float32([[0.5, -0.5], [0, 0]]),
       kl_nats=None,
+      counted=rows.reshape(2, 2),
       scores=(),
       rounds=1,
     )
