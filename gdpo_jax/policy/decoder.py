@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gdpo_jax import sharding
 from gdpo_jax.policy.config import PolicyConfig
-from gdpo_jax.policy.products import dense, project
+from gdpo_jax.policy.products import by_rows, dense, project
 from gdpo_jax.types import Array
 
 # Finite, so that no softmax ever meets -inf minus -inf.
@@ -317,7 +317,7 @@ class Attention(nn.Module):
     widths = [n * c.head_dim for n in heads]
     if self.rollout:
       qkv = dense(sum(widths), use_bias=c.qkv_bias, name='qkv')(x)
-      qkv = jnp.split(qkv, (widths[0], widths[0] + widths[1]), axis=-1)
+      qkv = jnp.split(by_rows(qkv), (widths[0], widths[0] + widths[1]), axis=-1)
     else:
       qkv = [
         dense(width, use_bias=c.qkv_bias, name=name)(x)

