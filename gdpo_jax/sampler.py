@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -128,6 +129,7 @@ def generate(
   sampling: Sampling,
   row_ids: Array | None = None,
   mesh: jax.sharding.Mesh | None = None,
+  timer: Callable[[str], contextlib.AbstractContextManager] | None = None,
 ) -> Rollout:
   """Samples `sampling.group_size` completions of each prompt.
 
@@ -144,6 +146,7 @@ def generate(
     row_ids: i32[N], folded into the key of each row; row numbers by default.
     mesh: splits the rows over its devices, all of which have to get as many.
       Every process then gives all prompts, and holds its rows of the result.
+    timer: times the blocks 'prefill' and 'decode', on one device.
   Returns:
     Rollout of N = P * G rows. `logp` is of the distribution drawn from, after
     temperature and filters.
@@ -168,10 +171,21 @@ def generate(
       arrays = sharding.put_rows(mesh, arrays)
     return generate_arrays(policy, params, *arrays, key, sampling, mesh)
 
-  weights = policy.rollout_params(params, sampling.dtype)
-  prefix, tokens, mask = split_prefix(prompts)
-  state = _begin(policy, weights, prefix, tokens, mask, key, sampling, row_ids)
-  drawn, alive = None, len(row_ids)
+  timer = timer or contextlib.nullcontext
+  with timer('prefill'):
+    weights = policy.rollout_params(params, sampling.dtype)
+    texts = split_prefix(prompts)
+    state = _begin(policy, weights, *texts, key, sampling, row_ids)
+    jax.block_until_ready(state.length)
+  with timer('decode'):
+    drawn = _decode(policy, weights, state, sampling)
+    drawn = jax.block_until_ready(drawn)
+  return _end(drawn, prompts.tokens, prompts.mask, sampling)
+
+
+def _decode(policy, weights, state, sampling):
+  """All stages; the host decides after each who goes on with how many slots."""
+  drawn, alive = None, len(state.row)
   for num_slots in bucket_sizes(sampling.max_new_tokens):
     state = _move(state, None, num_slots)
     full = False
@@ -186,7 +200,7 @@ def generate(
         drawn = _drawn(state, drawn)
         order = np.argsort(np.asarray(state.ended), kind='stable')[:fewer]
         state = _move(state, order, num_slots)
-  return _end(_drawn(state, drawn), prompts.tokens, prompts.mask, sampling)
+  return _drawn(state, drawn)
 
 
 @functools.partial(jax.jit, static_argnames=('policy', 'sampling', 'mesh'))

@@ -336,6 +336,18 @@ SECTIONS = (
       _M('epoch', 'passes', 'over the training problems'),
       _M('time/step', 's', 'the whole step'),
       _M('time/generate', 's', 'sampling'),
+      _M(
+        'time/generate/prefill',
+        's',
+        'of it: weights of the rollout, prompts, first tokens',
+      ),
+      _M('time/generate/decode', 's', 'of it: all other tokens'),
+      _M('time/generate/transfer', 's', 'of it: from device to host'),
+      _M(
+        'time/advantages/log_probs',
+        's',
+        'of `time/advantages`: log-probabilities of the reference',
+      ),
       _M('time/rewards', 's', 'waiting for rewards after sampling is done'),
       _M(
         'time/rewards/NAME',
@@ -367,13 +379,26 @@ SECTIONS = (
       _M(
         'throughput/tflops',
         'TFLOP/s',
-        'model FLOPs of the step (2 per parameter and token sampled or scored, '
-        '6 per token trained on) over its time',
+        'model FLOPs of the step, counted from shapes on real tokens (twice '
+        'the multiplications; the prompt of a group once; backward twice '
+        'forward), over its time',
       ),
       _M(
         'throughput/mfu',
         'share',
-        'the same over the peak of the devices, where it is known',
+        'time that those FLOPs take at the matrix peak, over that of the step; '
+        "the peak is measured once at start, on a product of the model's own "
+        'shape, for the dtype of each part',
+      ),
+      _M('throughput/mfu_rollout', 'share', 'the same of `time/generate`'),
+      _M('throughput/mfu_update', 'share', 'the same of `time/update`'),
+      _M('flops/rollout', 'FLOP', 'of sampling, see `throughput/tflops`'),
+      _M('flops/update', 'FLOP', 'of forward and backward passes'),
+      _M('memory/host_peak', 'GiB', 'largest resident size of the process'),
+      _M(
+        'memory/device_peak',
+        'GiB',
+        'most in use on the fullest local device, where the device says so',
       ),
     ),
   ),

@@ -8,6 +8,7 @@ the K declared rewards two may be added: `overlong`, and `kl`, the distance to
 the reference, known once the batch is complete.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from gdpo_jax.objectives import advantages as adv
 from gdpo_jax.objectives import gae, kl, shaping
 from gdpo_jax.rewards.pipeline import Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
+from gdpo_jax.train import accounting
 from gdpo_jax.train.advantage import combine, shape_rewards
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.metrics import Timer
@@ -61,7 +63,14 @@ class Experience(NamedTuple):
 
 
 def sample(
-  policy, params, prompts: Prompts, key, sampling, mesh, row_ids=None
+  policy,
+  params,
+  prompts: Prompts,
+  key,
+  sampling,
+  mesh,
+  row_ids=None,
+  timer=contextlib.nullcontext,
 ) -> Rollout:
   """`generate` over the mesh: rows on the host, whole on every process.
 
@@ -78,9 +87,17 @@ def sample(
     beyond = row_ids[-1] + 1 + np.arange(missing * group)
     row_ids = np.concatenate([row_ids, beyond])
   rollout = sampler.generate(
-    policy, params, Prompts(tokens, mask, []), key, sampling, row_ids, mesh
+    policy,
+    params,
+    Prompts(tokens, mask, []),
+    key,
+    sampling,
+    row_ids,
+    mesh,
+    timer,
   )
-  rollout = sharding.to_host(rollout)
+  with timer('transfer'):
+    rollout = sharding.to_host(rollout)
   return jax.tree.map(lambda x: x[: num_prompts * group], rollout)
 
 
@@ -188,6 +205,7 @@ class Collector:
       informative = informative[chosen]
     with timer('advantages'):
       return self._finish(
+        timer,
         params,
         ref_params,
         controllers,
@@ -218,9 +236,19 @@ class Collector:
       )
       # Row numbers of the whole batch: the parts do not change the samples.
       rows = np.arange(len(part.examples) * s.group_size) + start * s.group_size
-      with timer('generate'):
+      with (
+        timer('generate'),
+        accounting.out_of_memory_named('generate', s),
+      ):
         rollout = sample(
-          self.policy, params, part, key, self.sampling, self.mesh, rows
+          self.policy,
+          params,
+          part,
+          key,
+          self.sampling,
+          self.mesh,
+          rows,
+          timer=lambda name: timer(f'generate/{name}'),
         )
       pending.append(
         Scoring(self.pipeline, self.tokenizer, part, rollout, step)
@@ -331,7 +359,7 @@ class Collector:
     return x.reshape(-1, self.settings.group_size, *x.shape[1:])
 
   def _finish(
-    self, params, ref_params, controllers, groups, counts, scores, rounds
+    self, timer, params, ref_params, controllers, groups, counts, scores, rounds
   ):
     s = self.settings
 
@@ -350,7 +378,8 @@ class Collector:
     weights, coef = self._weights(controllers, scores[-1]), None
     ref_logp, nats = None, None
     if s.kl_coef:
-      ref_logp, _ = self._score(ref_params, rollout)
+      with timer('advantages/log_probs'):
+        ref_logp, _ = jax.block_until_ready(self._score(ref_params, rollout))
       nats = kl.sequence_kl(rollout.logp, ref_logp, rollout.mask)
       nats = self._grouped(sharding.to_host(nats))
       coef = controllers['kl'].coef

@@ -17,8 +17,8 @@ from gdpo_jax import processes, sampler, sharding
 from gdpo_jax.policy import lora
 from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.tasks.base import PromptIterator, Task
+from gdpo_jax.train import accounting, policies
 from gdpo_jax.train import metrics as metrics_lib
-from gdpo_jax.train import policies
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.advantage import diagnosis, make_gradient_cosines
 from gdpo_jax.train.checkpoint import Checkpointer, Retention, changed_fields
@@ -116,7 +116,6 @@ def train(
     start = params
   frozen = (base,) if base else ()
   train_step = make_train_step(policy, optimizer, settings, mesh)
-  num_params = sum(x.size for x in jax.tree.leaves(params))
 
   with contextlib.ExitStack() as stack:
     pipeline = stack.enter_context(
@@ -198,14 +197,16 @@ def train(
       timer = metrics_lib.Timer()
       key = jax.random.fold_in(state.key, step)
       reference = state.controllers.get('reference')
-      experience = collect(
-        {**base, **state.params},
-        start if reference is None else {**base, **reference},
-        state.controllers,
-        key,
-        step,
-        timer,
-      )
+      traced = settings.profile == step + 1
+      with accounting.trace(directory / 'trace' / 'collect', traced):
+        experience = collect(
+          {**base, **state.params},
+          start if reference is None else {**base, **reference},
+          state.controllers,
+          key,
+          step,
+          timer,
+        )
       row = watch.row(experience, timer)
       g = experience.groups
       shaped = (g.rewards, g.valid, experience.weights)
@@ -217,7 +218,11 @@ def train(
             state.params, base, state.controllers, experience.batch, *shaped
           )
       new: dict[str, Any] = {}
-      with timer('update'):
+      with (
+        timer('update'),
+        accounting.trace(directory / 'trace' / 'update', traced),
+        accounting.out_of_memory_named('update', settings),
+      ):
         for minibatch in minibatches(experience.batch, settings, key, mesh):
           state, update = train_step(state, minibatch, *frozen)
           new = metrics_lib.merge(new, update)
@@ -242,7 +247,7 @@ def train(
         cursor['epoch'] + cursor['position'] / iterator.num_examples
       )
       row |= metrics_lib.throughput_metrics(
-        row, experience, num_params, settings
+        row, experience, policy.config, settings
       )
       done = step + 1
       watch.step(done, row, experience)
@@ -338,6 +343,7 @@ _FREE = (
   'samples_every',
   'monitor_actions',
   'trackers',
+  'profile',
   'mesh_data',
   'mesh_fsdp',
   'mesh_tensor',

@@ -16,6 +16,7 @@ import numpy as np
 
 from gdpo_jax import sharding
 from gdpo_jax.objectives.masked import Mean
+from gdpo_jax.train import accounting
 
 JSONL = 'metrics.jsonl'
 SAMPLES = 'samples.jsonl'
@@ -177,48 +178,33 @@ def value_metrics(values, returns, mask) -> dict[str, float]:
   return out
 
 
-# Dense bfloat16 TFLOP/s of one device, by the start of jax's device_kind.
-_PEAK_TFLOPS = {
-  'TPU v4': 275,
-  'TPU v5 lite': 197,
-  'TPU v5e': 197,
-  'TPU v5': 459,
-  'TPU v6 lite': 918,
-  'NVIDIA A100': 312,
-  'NVIDIA H100': 989,
-  'NVIDIA H200': 989,
-}
-
-
 def throughput_metrics(
-  row: Mapping[str, float], experience, num_params: int, settings
+  row: Mapping[str, float], experience, config, settings
 ) -> dict[str, float]:
-  """Tokens per second of sampling, and model FLOPs of the whole step.
-
-  2 FLOPs per parameter and token that is sampled or scored, 6 per token that
-  is trained on; the prompt of a group counts once; attention is left out.
+  """Tokens per second of sampling, FLOPs and their share of the peak, memory.
 
   Args:
     row: of the step, with `time/...`, `num_tokens` and `groups_in_loss`.
+    config: of the policy.
   """
-  prompt = float(experience.groups.prompt_mask.sum())
-  tokens = row['num_tokens'] + prompt
-  trained = tokens * settings.epochs_per_batch * row.get('groups_in_loss', 1.0)
-  scored = tokens * bool(settings.kl_coef)
-  sampled = tokens * row['groups/rounds']
-  flops = num_params * (2 * (sampled + scored) + 6 * trained)
-  tflops = flops / row['time/step'] / 1e12
-  out = {
-    'throughput/tokens_per_second': row['num_tokens']
-    * row['groups/rounds']
-    / row['time/generate'],
-    'throughput/tflops': tflops,
+  groups, rounds = experience.groups, int(row['groups/rounds'])
+  work = accounting.step_work(
+    config,
+    settings,
+    np.maximum(groups.prompt_mask.sum(-1), 1),
+    groups.mask.sum(-1),
+    rounds,
+    row.get('groups_in_loss', 1.0),
+  )
+  seconds = {
+    name: row[f'time/{name}'] for name in ('step', 'generate', 'update')
   }
-  kind = jax.devices()[0].device_kind
-  peak = next((v for k, v in _PEAK_TFLOPS.items() if kind.startswith(k)), None)
-  if peak:
-    out['throughput/mfu'] = tflops / (peak * jax.device_count())
-  return out
+  sampled = row['num_tokens'] * rounds
+  return {
+    'throughput/tokens_per_second': sampled / seconds['generate'],
+    **accounting.utilisation(config, settings, work, seconds),
+    **accounting.peak_memory(),
+  }
 
 
 def distinct_share(texts: np.ndarray) -> float:

@@ -204,6 +204,7 @@ class Settings:
   # what the rules of train/rules.py do: 'RULE=ACTION,...', ACTION one of off,
   # warn, adjust, stop; 'all=ACTION' first changes the others; they warn
   monitor_actions: str = ''
+  profile: int = 0  # this step is traced to RUN/trace (1: the first); 0: none
   trackers: str = ''  # beside metrics.jsonl: 'tensorboard', 'wandb' or both
 
   def resolve(self) -> 'Settings':

@@ -79,7 +79,11 @@ def final(directory, steps):
 
 def rows(directory):
   return [
-    {k: v for k, v in row.items() if not k.startswith(('time/', 'throughput/'))}
+    {
+      k: v
+      for k, v in row.items()
+      if not k.startswith(('time/', 'throughput/', 'memory/'))
+    }
     for row in metrics.read_jsonl(directory / metrics.JSONL)
   ]
 

@@ -29,7 +29,11 @@ def model():
 def steps_of(history):
   """Rows without what a clock decides."""
   return [
-    {k: v for k, v in row.items() if not k.startswith(('time/', 'throughput/'))}
+    {
+      k: v
+      for k, v in row.items()
+      if not k.startswith(('time/', 'throughput/', 'memory/'))
+    }
     for row in history
   ]
 

@@ -29,7 +29,11 @@ def finished(model, tmp_path_factory):
 
 def rows_of(result):
   return [
-    {k: v for k, v in row.items() if not k.startswith(('time/', 'throughput/'))}
+    {
+      k: v
+      for k, v in row.items()
+      if not k.startswith(('time/', 'throughput/', 'memory/'))
+    }
     for row in result.history
   ]
 

@@ -170,7 +170,7 @@ def time_parts(run: Run) -> list[tuple[str, str]]:
   return [
     (key, name)
     for key, name in figures.by_prefix(run, 'time/')
-    if name != 'step' and not name.startswith('rewards/')
+    if name != 'step' and '/' not in name
   ]
 
 
@@ -212,6 +212,13 @@ def time_tree(run: Run) -> figures.Figure | None:
       labels.append(f'reward {name}')
       parents.append('rewards')
       sizes.append(seconds)
+  for key, name in figures.by_prefix(run, 'time/'):
+    part, _, inner = name.partition('/')
+    if inner and part in parts and part != 'rewards':
+      sizes[labels.index(part)] -= mean(key)
+      labels.append(name)
+      parents.append(part)
+      sizes.append(mean(key))
   trace = {
     'type': 'icicle', 'labels': labels, 'parents': parents,
     'values': [figures.rounded(s) for s in sizes], 'branchvalues': 'remainder',
