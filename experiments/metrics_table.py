@@ -5,8 +5,9 @@ python -m experiments.metrics_table
 
 import pathlib
 
-from gdpo_jax.train import dictionary, rules
+from gdpo_jax.train import dictionary
 from gdpo_jax.train.monitor import ACTIONS, PATIENCE
+from gdpo_jax.train.rule_book import RULES, Rule
 
 OUT = pathlib.Path(__file__).with_name('METRICS.md')
 
@@ -44,7 +45,7 @@ def document() -> str:
     f'every {PATIENCE} steps while the alarm lasts, and is taken back when it '
     'is over.',
   ]
-  for rule in rules.RULES:
+  for rule in RULES:
     lines += ['', f'## `{rule.name}`', '', _summary(rule), '']
     lines.append(f'- Threshold: {rule.threshold:g} {rule.unit}.')
     if rule.release is not None:
@@ -60,7 +61,7 @@ def document() -> str:
   return '\n'.join(lines) + '\n'
 
 
-def _summary(rule: rules.Rule) -> str:
+def _summary(rule: Rule) -> str:
   """The first sentence of the docstring of the function behind it."""
   return rule.find.__doc__.strip().split('\n\n')[0]
 

@@ -14,7 +14,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gdpo_jax.train.rules import RULES, About, Finding, RewardInfo, Row, Rule
+from gdpo_jax.train.rule_book import RULES, Rule
+from gdpo_jax.train.rules import About, Finding, RewardInfo, Row
 
 ACTIONS = ('off', 'warn', 'adjust', 'stop')
 # Steps between two adjustments for the same alarm: the first must get a chance

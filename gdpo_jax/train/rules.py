@@ -8,7 +8,7 @@ may do more than warn, and when an alarm is over, is decided in `monitor`.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -45,29 +45,6 @@ class Finding(NamedTuple):
 
   subject: str
   sentence: str
-
-
-class Adjustment(NamedTuple):
-  """What `action='adjust'` multiplies while the alarm lasts."""
-
-  what: str  # 'learning_rate' or 'entropy_coef'
-  factor: float
-  repeats: int  # how often at most, if the alarm goes on
-
-
-class Rule(NamedTuple):
-  """One thing that goes wrong in runs, and what to do about it."""
-
-  name: str
-  threshold: float
-  unit: str  # what the threshold is compared with
-  advice: str
-  find: Callable[[Sequence[Row], About, float], list[Finding]]
-  release: float | None = (
-    None  # over when it no longer holds at this; None: threshold
-  )
-  adjustment: Adjustment | None = None
-  once: bool = False  # judged on the first row only: advice, not an alarm
 
 
 def values(history: Sequence[Row], key: str, last: int | None = None) -> list:
@@ -157,8 +134,11 @@ def weight_small(history, about, threshold):
   for reward in rewards:
     share = full_window(history, f'advantage_share/{reward.name}')
     silent = full_window(history, f'rewards/{reward.name}/zero_variance')
+    held = full_window(history, f'condition/{reward.name}/held')
     if share is None or silent is None or silent > 0.5:
       continue
+    if held is not None and held < 0.25:
+      continue  # its condition keeps it small, not its weight
     if share < threshold / len(rewards):
       out.append(
         Finding(
@@ -178,22 +158,50 @@ def reasons(row: Row, name: str) -> dict[str, float]:
   return {k[len(prefix) :]: v for k, v in row.items() if k.startswith(prefix)}
 
 
+def failed_share(row: Row, name: str, about: About) -> float | None:
+  """Share of the rows on which the function itself gave no value.
+
+  Its fallback may have given one. None where the row does not tell.
+  """
+  missing = row.get(f'rewards/{name}/missing')
+  if missing is None:
+    return None
+  rows = about.prompts_per_step * about.group_size * row.get('groups/rounds', 1)
+  return max(missing, min(1.0, sum(reasons(row, name).values()) / rows))
+
+
 def reward_missing(history, about, threshold):
-  """A reward that gives no value for most rows."""
+  """A function that fails on most rows.
+
+  One that has no opinion (None) on some rows is as it was made; on all rows it
+  is not.
+  """
   out = []
   for reward in about.rewards:
-    rate = full_window(history, f'rewards/{reward.name}/missing', 3)
+    shares = []
+    for row in history[-3:]:
+      share = failed_share(row, reward.name, about)
+      if share is not None and share < 1:
+        rows = about.prompts_per_step * about.group_size
+        silent = reasons(row, reward.name).get('none', 0.0) / rows
+        share -= silent / row.get('groups/rounds', 1)
+      shares.append(share)
     counts = reasons(history[-1], reward.name)
-    if rate is None or rate < threshold or 'muted' in counts:
+    if len(shares) < 3 or None in shares or 'muted' in counts:
+      continue
+    rate = statistics.fmean(shares)
+    if rate < threshold:
       continue
     why = 'no reason was recorded'
     if counts:
       worst = max(counts, key=counts.get)
       why = f'mostly {worst!r} ({counts[worst]:.0f} rows in the last step)'
+    if reward.fallback:
+      why += f'; {reward.fallback} stands in'
     out.append(
       Finding(
         reward.name,
-        f'reward {reward.name} had no value for {rate:.0%} of the rows of the '
+        f'reward {reward.name} gave no value for {rate:.0%} of the rows of the '
         f'last 3 steps: {why}.',
       )
     )
@@ -410,137 +418,3 @@ def batch_small(history, about, threshold):
       f'{", ".join(few)}.'
     )
   return [Finding('batch', sentence)]
-
-
-RULES = (
-  Rule(
-    'batch_small',
-    32,
-    'rows per reward and step (eight times as many in all)',
-    'Raise prompts_per_step or group_size (prompts_per_micro_batch keeps the '
-    'memory); or expect to need a lower learning rate and more steps.',
-    batch_small,
-    once=True,
-  ),
-  Rule(
-    'reward_still',
-    0.95,
-    f'share of groups with equal values, mean of {WINDOW} steps',
-    'It adds nothing to the advantage. Look at some of its rows: is the '
-    'function wired to the right column? If it is always 0, the task is too '
-    'hard for now: easier prompts, larger groups, a graded score in place of '
-    'yes and no, or a warm start. If it is constant by design, set its weight '
-    'to 0.',
-    reward_still,
-  ),
-  Rule(
-    'weight_small',
-    0.1,
-    f'share of the advantage over an even share, mean of {WINDOW} steps',
-    'Raise its weight, or set it to 0 if it is only to be logged. With a '
-    'method that sums first (grpo, dr_grpo), a reward with a small unit '
-    'drowns: use gdpo or rescale it.',
-    weight_small,
-  ),
-  Rule(
-    'reward_missing',
-    0.5,
-    'share of rows without a value, mean of 3 steps',
-    'Read the failure records of that function; raise timeout_s if it is '
-    'slow; give it a fallback, so that the rows keep a value.',
-    reward_missing,
-  ),
-  Rule(
-    'reward_muted',
-    0.0,
-    'rows that were not scored because the function rests',
-    'The run goes on without this reward and tries it again later. Repair the '
-    'function or its service; give it a fallback; raise mute_after if such '
-    'gaps are normal.',
-    reward_muted,
-  ),
-  Rule(
-    'not_finite',
-    0.0,
-    'share of the updates of a step that were skipped',
-    'Parameters were left as they were. If it goes on: lower the learning '
-    'rate, compute in float32, and look for rewards or advantages of enormous '
-    'size.',
-    not_finite,
-  ),
-  Rule(
-    'kl_high',
-    2.0,
-    'times the target, nats per sequence, mean of 3 steps',
-    'Halve the learning rate, or raise kl_coef (kl_controller=adaptive does '
-    'it for you). With several updates per batch, use fewer. If the distance '
-    'is wanted, raise kl_target.',
-    kl_high,
-    release=1.0,
-    adjustment=Adjustment('learning_rate', 0.5, 4),
-  ),
-  Rule(
-    'entropy_collapse',
-    0.3,
-    f'times the entropy of the first {FIRST} steps, with half of each group '
-    'copies',
-    'Raise entropy_coef by half (from 0: to 1e-3) or the temperature, raise '
-    'clip_high (DAPO), lower the learning rate; groups of copies teach '
-    'nothing.',
-    entropy_collapse,
-    release=0.5,
-    adjustment=Adjustment('entropy_coef', 1.5, 4),
-  ),
-  Rule(
-    'entropy_rise',
-    3.0,
-    f'times the entropy of the first {FIRST} steps, mean of 3 steps',
-    'Lower entropy_coef and the learning rate; check that the sampler and the '
-    'trainer agree (sampler_mismatch).',
-    entropy_rise,
-    release=2.0,
-  ),
-  Rule(
-    'condition_silent',
-    0.02,
-    f'share of rows on which it holds, mean of {WINDOW} steps',
-    'The conditioned reward is 0 nearly everywhere. Lower the threshold '
-    '(objectives.shaping.calibrate_threshold proposes one from a finished '
-    'run), or train the reward that it waits for first (a weight schedule).',
-    condition_silent,
-  ),
-  Rule(
-    'early_oscillation',
-    3.0,
-    f'times the standard error of a step, mean jump of {WINDOW} steps',
-    'The steps are too large: halve the learning rate, lengthen the warm-up '
-    '(warmup_share), or take larger batches.',
-    early_oscillation,
-  ),
-  Rule(
-    'late_drop',
-    4.0,
-    f'standard errors below the best {WINDOW} steps, and a quarter of it',
-    'Go back to a checkpoint before the drop. If another reward rose '
-    'meanwhile, they are in conflict: condition the easy one on the hard one, '
-    'or shift the weights; otherwise lower the learning rate.',
-    late_drop,
-  ),
-  Rule(
-    'value_bias',
-    0.5,
-    f'deviations of the values, mean of {WINDOW} steps after {2 * WINDOW}',
-    'Raise value_coef or take more updates per batch; bring the rewards to a '
-    'common scale (normalizers) if their sum is far from 1.',
-    value_bias,
-  ),
-  Rule(
-    'head_dead',
-    1e-3,
-    f'of the median gradient norm of the heads, mean of {WINDOW} steps',
-    'Raise the learning rate of that head by a tenth; check that its reward '
-    'still tells rows apart.',
-    head_dead,
-    release=1e-2,
-  ),
-)

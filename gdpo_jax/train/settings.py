@@ -201,7 +201,7 @@ class Settings:
   keep_pareto: bool = False  # ... and the Pareto front of the mean rewards
   samples_every: int = 10  # completions written to samples.jsonl; 0: never
   gradient_cosine_every: int = 0  # costs K backward passes of a micro-batch
-  # what the rules of train/rules.py do: 'RULE=ACTION,...', ACTION one of off,
+  # what the rules of train/rule_book.py do: 'RULE=ACTION,...', ACTION one of off,
   # warn, adjust, stop; 'all=ACTION' first changes the others; they warn
   monitor_actions: str = ''
   profile: int = 0  # this step is traced to RUN/trace (1: the first); 0: none

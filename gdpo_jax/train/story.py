@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdpo_jax.train import pareto
-from gdpo_jax.train.rules import RULES, RewardInfo, Row, values
+from gdpo_jax.train.rule_book import RULES
+from gdpo_jax.train.rules import RewardInfo, Row, values
 from gdpo_jax.train.run_files import Run
 
 # A change counts where it is this many standard errors; both ends are means of

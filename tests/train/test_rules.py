@@ -6,9 +6,10 @@ import pytest
 import run_histories
 
 from gdpo_jax.train import metrics, monitor, rules
+from gdpo_jax.train.rule_book import RULES
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'experiments' / 'results'
-BY_NAME = {rule.name: rule for rule in rules.RULES}
+BY_NAME = {rule.name: rule for rule in RULES}
 ABOUT = run_histories.ABOUT
 
 
@@ -67,9 +68,7 @@ def test_every_other_rule_is_silent_about_it(name):
   changes, _, _ = FAULTS[name]
   history = run_histories.run(20, **changes)
   loud = {
-    r.name
-    for r in rules.RULES
-    if not r.once and r.find(history, ABOUT, r.threshold)
+    r.name for r in RULES if not r.once and r.find(history, ABOUT, r.threshold)
   }
   assert loud == {name}
 
@@ -79,6 +78,31 @@ def test_a_rule_without_its_metrics_says_nothing(name):
   history = [{'step': step} for step in range(1, 61)]
   if not BY_NAME[name].once:
     assert find(name, history) == []
+
+
+def test_a_function_whose_fallback_answers_fails_all_the_same():
+  history = run_histories.run(4, **{'short/missing/exception': 256.0})
+  (found,) = find('reward_missing', history)
+  assert "'exception' (256 rows" in found.sentence
+  assert 'right stands in' in found.sentence
+
+
+def test_no_opinion_on_some_rows_is_no_failure():
+  changes = {'short/missing': 0.75, 'short/missing/none': 192.0}
+  assert find('reward_missing', run_histories.run(4, **changes)) == []
+  changes = {'short/missing': 1.0, 'short/missing/none': 256.0}
+  assert find('reward_missing', run_histories.run(4, **changes))
+  # three rounds of sampling count three times as many rows
+  changes = {'short/missing/timeout': 256.0, 'groups/rounds': 3.0}
+  assert find('reward_missing', run_histories.run(4, **changes)) == []
+
+
+def test_a_reward_kept_small_by_its_condition_is_not_told_to_weigh_more():
+  history = run_histories.run(
+    20, **{'advantage_share/short': 0.0, 'condition/short/held': 0.01}
+  )
+  assert find('weight_small', history) == []
+  assert [f.subject for f in find('condition_silent', history)] == ['short']
 
 
 def test_a_reward_that_reached_its_best_is_not_still():

@@ -2,6 +2,7 @@
 
 from gdpo_jax.train import story
 from gdpo_jax.train.page import figures
+from gdpo_jax.train.rules import failed_share
 from gdpo_jax.train.run_files import Run
 
 
@@ -202,7 +203,7 @@ def missing(run: Run) -> figures.Figure | None:
   z, text = [], []
   for name in run.names:
     z.append(
-      [figures.rounded(r.get(f'rewards/{name}/missing')) for r in run.training]
+      [figures.rounded(failed_share(r, name, run.about)) for r in run.training]
     )
     prefix = f'rewards/{name}/missing/'
     text.append(
@@ -212,7 +213,7 @@ def missing(run: Run) -> figures.Figure | None:
           for k, v in row.items()
           if k.startswith(prefix)
         )
-        or 'none missing'
+        or 'all there'
         for row in run.training
       ]
     )
@@ -223,7 +224,7 @@ def missing(run: Run) -> figures.Figure | None:
     'y': list(run.names), 'z': z, 'text': text, 'zmin': 0, 'zmax': 1,
     'colorscale': figures.HEAT, 'ygap': 3,
     'colorbar': {'thickness': 10, 'outlinewidth': 0, 'tickformat': '.0%'},
-    'hovertemplate': 'step %{x}, %{y}: %{z:.0%} missing<br>%{text}<extra></extra>',
+    'hovertemplate': 'step %{x}, %{y}: %{z:.0%} failed<br>%{text}<extra></extra>',
   }  # fmt: skip
   return figures.figure(
     [trace], yaxis={'autorange': 'reversed'}, hovermode='closest'

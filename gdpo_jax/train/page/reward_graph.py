@@ -56,7 +56,7 @@ def reward_graph(run: Run) -> figures.Figure | None:
   }  # fmt: skip
   return figures.figure(
     [invisible],
-    hints={'plain': True, 'height': max(290, 100 * len(rewards))},
+    hints={'plain': True, 'height': max(290, 80 * len(rewards))},
     annotations=arrows + boxes,
     xaxis={**axis, 'range': [-0.55, last[0] + 0.45]},
     yaxis={**axis, 'range': [-len(rewards) + 0.4, 0.6]},

@@ -76,9 +76,10 @@ def kl(run: Run) -> figures.Figure | None:
 
 def kl_coef(run: Run) -> figures.Figure | None:
   return figures.lines(
-    run, [('kl/coef', 'KL'), ('entropy_coef', 'entropy')],
-    yaxis={'rangemode': 'tozero'},
-  )  # fmt: skip
+    run,
+    [('kl/coef', 'KL'), ('entropy_coef', 'entropy')],
+    yaxis={'rangemode': 'tozero', 'exponentformat': 'e'},
+  )
 
 
 def clipping(run: Run) -> figures.Figure | None:
@@ -142,14 +143,15 @@ def histogram(run: Run, name: str) -> figures.Figure | None:
     return None
   labels = sorted({k for _, bins in rows for k in bins}, key=histograms.order)
   totals = [sum(bins.values()) for _, bins in rows]
+  z = [
+    [figures.rounded(b.get(k, 0) / t) for (_, b), t in zip(rows, totals)]
+    for k in labels
+  ]
   trace = {
     'type': 'heatmap', 'x': [step for step, _ in rows],
     'y': [_bin_name(k) for k in labels],
-    'z': [
-      [figures.rounded(b.get(k, 0) / t) for (_, b), t in zip(rows, totals)]
-      for k in labels
-    ],
-    'zmin': 0, 'colorscale': figures.DENSITY,
+    'z': z, 'zmin': 0, 'zmax': max(map(max, z)),
+    'colorscale': figures.DENSITY,
     'colorbar': {'thickness': 10, 'outlinewidth': 0, 'tickformat': '.0%'},
     'hovertemplate': 'step %{x}, %{y}: %{z:.0%}<extra></extra>',
   }  # fmt: skip
@@ -212,6 +214,8 @@ def time_tree(run: Run) -> figures.Figure | None:
       labels.append(f'reward {name}')
       parents.append('rewards')
       sizes.append(seconds)
+  seconds = {'step': sum(parts.values()), **parts}
+  seconds |= {f'reward {name}': spent for name, spent in calls.items()}
   for key, name in figures.by_prefix(run, 'time/'):
     part, _, inner = name.partition('/')
     if inner and part in parts and part != 'rewards':
@@ -219,12 +223,14 @@ def time_tree(run: Run) -> figures.Figure | None:
       labels.append(name)
       parents.append(part)
       sizes.append(mean(key))
+      seconds[name] = mean(key)
   trace = {
     'type': 'icicle', 'labels': labels, 'parents': parents,
-    'values': [figures.rounded(s) for s in sizes], 'branchvalues': 'remainder',
-    'tiling': {'orientation': 'v'},
-    'texttemplate': '%{label}<br>%{value:.2f} s',
-    'hovertemplate': '%{label}: %{value:.3f} s, %{percentRoot:.1%}<extra></extra>',
+    'values': [figures.rounded(s) for s in sizes],
+    'text': [f'{seconds[label]:.2f} s' for label in labels],
+    'branchvalues': 'remainder', 'tiling': {'orientation': 'v'},
+    'texttemplate': '%{label}<br>%{text}',
+    'hovertemplate': '%{label}: %{text}, %{percentRoot:.1%}<extra></extra>',
     'marker': {'colors': ['#e6e9ee', *(figures.color(i) for i in range(len(labels)))]},
   }  # fmt: skip
   return figures.figure([trace], hints={'plain': True})

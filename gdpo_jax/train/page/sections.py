@@ -128,7 +128,8 @@ SECTIONS = (
       ),
       Card(
         'Missing values',
-        'Share of the rows without a value, by function and step.',
+        'Share of the rows on which a function gave no value, by step; its '
+        'fallback may have given one.',
         rewards.missing,
       ),
       Card(
