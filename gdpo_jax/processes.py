@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -88,8 +89,14 @@ def together():
   if member is None:
     yield
     return
-  # For CPU devices; accelerators bring their own collectives.
+  # For CPU devices; accelerators bring their own collectives. One that waits
+  # for a machine that is slow to compile is not stuck.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  os.environ['XLA_FLAGS'] = (
+    f'{os.environ.get("XLA_FLAGS", "")}'
+    ' --xla_cpu_collective_timeout_seconds=1800'
+    ' --xla_cpu_collective_call_terminate_timeout_seconds=1800'
+  )
   # It would take SIGTERM, on which the loop saves and ends.
   jax.config.update('jax_enable_preemption_service', False)
   limits = {
@@ -108,10 +115,29 @@ def together():
       **limits,
     )
   try:
+    _meet()
     yield
   except BaseException as error:
     _leave(error)
   jax.distributed.shutdown()
+
+
+def _meet() -> None:
+  """First joint computations, while all have just begun.
+
+  Gloo waits 30 s for the others when it connects devices for the first time;
+  later, one process may compile for longer than that.
+  """
+  barrier('all are here')
+  everywhere = jax.sharding.Mesh(np.asarray(jax.devices()), ('all',))
+  split = jax.sharding.NamedSharding(
+    everywhere, jax.sharding.PartitionSpec('all')
+  )
+  ones = jax.make_array_from_callback(
+    (jax.device_count(),), split, lambda index: np.ones(1, np.float32)
+  )
+  if int(jax.jit(jnp.sum)(ones)) != jax.device_count():
+    raise RuntimeError('the sum over all devices is wrong; is one missing?')
 
 
 def _leave(error: BaseException) -> None:
@@ -130,8 +156,8 @@ def _leave(error: BaseException) -> None:
     traceback.print_exception(error)
     print(
       f'{who}: a joint computation failed, most likely because another process '
-      'died (its own output says why). Start the job again: it continues from '
-      'its last checkpoint.',
+      'died or hangs (its own output says why). Start the job again: it '
+      'continues from its last checkpoint.',
       file=sys.stderr,
     )
   elif isinstance(error, ValueError) and not os.environ.get('GDPO_TRACEBACK'):

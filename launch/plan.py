@@ -24,14 +24,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# The launchers, and the config files, import their neighbours by name.
+EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1] / 'experiments'
+sys.path += [str(EXPERIMENTS), str(EXPERIMENTS / 'configs')]
+
 import jax
 import jax.numpy as jnp
+import launcher
 import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from experiments import launcher
 from gdpo_jax import sampler, sharding
 from gdpo_jax.policy import decoder, lora
 from gdpo_jax.train import policies
@@ -152,7 +156,7 @@ class Plan:
     slots = sampler.bucket_sizes(s.max_new_tokens)[-1]
 
     def weights_of(params):
-      return policy.rollout_params(params)
+      return policy.rollout_params(params, s.rollout_dtype)
 
     def full_cache(params):
       tokens = jnp.zeros(
@@ -215,9 +219,14 @@ def compiled(lowered: jax.stages.Lowered, arguments: int, trips=1) -> Part:
 
 def refusal(message: str) -> str:
   """'needs 61.2G of 15.75G' from what the compiler says of memory."""
-  found = re.search(r'Used ([\d.]+\w+) of ([\d.]+\w+) hbm', message)
+  found = re.search(
+    r'temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)'
+    r'|Used ([\d.]+\w) of ([\d.]+\w) hbm',
+    message,
+  )
   if found:
-    return f'needs {found[1]} of {found[2]}'
+    needed, available = (g for g in found.groups() if g)
+    return f'needs {needed} of {available}'
   return message.strip().splitlines()[0][:200]
 
 
@@ -494,9 +503,6 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  # Config files import their neighbours by name, as the launchers do.
-  sys.path.append(str(pathlib.Path(launcher.__file__).parent))
-  sys.path.append(str(pathlib.Path(launcher.__file__).parent / 'configs'))
   _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'FILE[:VARIANT], such as experiments/configs/math_len.py:x.'
   )

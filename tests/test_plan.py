@@ -1,0 +1,188 @@
+"""What the plan counts, and that it plans the program that is run."""
+
+import dataclasses
+
+import pytest
+from tiny_runs import byte_model, settings, train
+
+from gdpo_jax import sharding
+from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.train import loop
+from gdpo_jax.train.settings import Settings
+from launch import hlo, plan
+
+# A loop of 3 steps around a product and an all-reduce over 4 devices; an
+# asynchronous all-gather; a product in a TPU's form; a loop of unknown length.
+PROGRAM = """
+HloModule jit_f, entry_computation_layout={()->f32[]}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (state: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %state = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %a = f32[8,16]{1,0} get-tuple-element(%state), index=1
+  %w = f32[16,16]{1,0} constant({...})
+  %dot = f32[8,16]{1,0} dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %reduced = f32[8,16]{1,0} all-reduce(%dot), replica_groups={{0,1,2,3}}, to_apply=%add
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  ROOT %out = (s32[], f32[8,16]{1,0}) tuple(%next, %reduced)
+}
+
+%condition (state: (s32[], f32[8,16])) -> pred[] {
+  %state = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %n = s32[] constant(6)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%until (state: (s32[], f32[8,16])) -> pred[] {
+  %state = (s32[], f32[8,16]{1,0}) parameter(0)
+  ROOT %go = pred[] custom-call(%state), custom_call_target="ask"
+}
+
+ENTRY %main () -> f32[] {
+  %start = (s32[], f32[8,16]{1,0}) constant({...})
+  %three = (s32[], f32[8,16]{1,0}) while(%start), condition=%condition, body=%body
+  %open = (s32[], f32[8,16]{1,0}) while(%start), condition=%until, body=%body
+  %part = bf16[2,8]{1,0} constant({...})
+  %gather = (bf16[2,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%part), replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(f)/once/x"}
+  %q = f32[5,1,12]{2,1,0} constant({...})
+  %k = f32[12,4,3]{2,1,0} constant({...})
+  %heads = f32[5,3,4]{2,1,0} convolution(%q, %k), window={size=3 pad=2_2 rhs_reversal=1}, dim_labels=b0f_io0->b0f
+  ROOT %end = f32[] constant(0)
+}
+"""
+LOOP_FLOPS = 2 * 8 * 16 * 16
+LOOP_BYTES = 4 * 8 * 16 * 2 * 3 / 4
+
+
+def test_counts_by_hand():
+  c = hlo.count(PROGRAM, unknown_trips=10)
+  # 3 known steps (0, 2, 4), 10 others; one window place per output meets data
+  product = 2 * 5 * 3 * 4 * 12
+  assert c.flops == 13 * LOOP_FLOPS + product
+  assert c.unknown_loops == 1
+  assert c.collective_bytes == {
+    'all-reduce': 13 * LOOP_BYTES,
+    'all-gather': 2 * 8 * 8 * 3 / 4,
+  }
+  assert c.collective_calls == {'all-reduce': 13, 'all-gather': 1}
+  apart = hlo.count(PROGRAM, unknown_trips=0, once='once/')
+  assert apart.collective_bytes == {'all-reduce': 3 * LOOP_BYTES}
+  assert apart.once_bytes == 2 * 8 * 8 * 3 / 4
+
+
+def test_groups_in_all_spellings():
+  for text, size in (
+    ('replica_groups={{0,2},{1,3}}', 2),
+    ('replica_groups=[2,8]<=[16]', 8),
+    ("replica_groups=mesh['a'=4,'b'=2] {'a'}, use", 4),
+    ("replica_groups=mesh['a'=4,'b'=2] {'a','b'}", 8),
+    ("replica_groups=mesh['a'=16] {'a':(1)4}", 4),
+  ):
+    assert hlo._group_size(text) == size, text
+
+
+def test_the_largest_that_fits_is_found_with_few_questions():
+  def asked(limit, first):
+    tried = []
+
+    def fits(size):
+      tried.append(size)
+      return size <= limit
+
+    return plan.largest(first, [1, 2, 4, 8, 16], fits), tried
+
+  assert asked(4, 4) == (4, [4, 8])
+  assert asked(16, 4) == (16, [4, 8, 16])
+  assert asked(1, 4) == (1, [4, 2, 1])
+  assert asked(0, 4) == (None, [4, 2, 1])
+
+
+def test_a_refusal_in_short():
+  said = 'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory '
+  said += (
+    'required for HLO temporaries (43.77G) exceeds available HBM (15.75G).'
+  )
+  assert plan.refusal(said) == 'needs 43.77G of 15.75G'
+  assert plan.refusal('another\nmessage') == 'another'
+
+
+SHAPE = PolicyConfig(
+  family='qwen2',
+  vocab_size=1024,
+  width=64,
+  num_layers=3,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  mlp_width=128,
+  qkv_bias=True,
+)
+
+
+def test_parameters_per_device_are_those_of_the_arithmetic():
+  mesh = sharding.make_mesh(1, 2, 2)
+  s = Settings(mesh_fsdp=2, mesh_tensor=2, mesh_data=1).resolve()
+  made = plan.Plan(SHAPE, s, mesh)
+  arithmetic = 4 * SHAPE.num_params / 4
+  assert plan.bytes_per_device(made.params) == pytest.approx(
+    arithmetic, rel=0.05
+  )
+  # Adam has two moments of each parameter.
+  assert plan.bytes_per_device(made.state.opt) == pytest.approx(
+    2 * arithmetic, rel=0.05
+  )
+
+
+def test_the_estimate_for_a_gpu_says_what_it_is():
+  s = Settings(prompts_per_step=8, mesh_fsdp=4, mesh_data=1).resolve()
+  said = plan.estimate(SHAPE, s, 4, 80)
+  assert 'ESTIMATED from shapes' in said and 'fits' in said
+  with pytest.raises(ValueError, match='exactly 8 devices'):
+    plan.estimate(SHAPE, s, 8, 80)
+
+
+def test_the_plan_lowers_the_program_that_the_run_compiles(
+  tmp_path, monkeypatch
+):
+  """On an equal mesh, text by text; a step that differs would be planned wrong."""
+  programs = []
+  real = loop.make_train_step
+
+  def spied(*args):
+    train_step = real(*args)
+
+    def call(*arrays):
+      programs.append(train_step.lower(*arrays).as_text())
+      return train_step(*arrays)
+
+    return call
+
+  monkeypatch.setattr(loop, 'make_train_step', spied)
+  policy, params = byte_model()
+  s = settings(num_steps=1, mesh_data=2, mesh_fsdp=2)
+  train((policy, params), tmp_path, s, heldout=[])
+  s = s.resolve()
+  mesh = sharding.make_mesh(s.mesh_data, s.mesh_fsdp, s.mesh_tensor)
+  lowered, _ = plan.Plan(policy.config, s, mesh).lower_train_step()
+  assert programs == [lowered.as_text()]
+  other = dataclasses.replace(s, clip_low=0.1)
+  changed, _ = plan.Plan(policy.config, other, mesh).lower_train_step()
+  assert programs != [changed.as_text()]
+
+
+def test_a_tpu_topology_without_a_tpu():
+  pytest.importorskip(
+    'libtpu', reason='libtpu is in the [tpu] extra; it takes over jax.devices'
+  )
+  devices = plan.topology_devices('v5e:4x4')
+  assert len(devices) == 16 and devices[0].device_kind in plan.HBM_GIB
+  with pytest.raises(ValueError, match='such as v5e:4x4'):
+    plan.topology_devices('v5e:nonsense')
