@@ -35,7 +35,7 @@ from gdpo_jax.rewards import answers
 from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.sampler import Sampling, generate
 from gdpo_jax.tasks.base import encode_prompts, evaluation_batches
-from gdpo_jax.train import experience, policies
+from gdpo_jax.train import policies, scoring
 from gdpo_jax.train.settings import Settings
 
 SUBSETS = 200  # of size k for maj@k, drawn for each problem
@@ -132,7 +132,7 @@ def answer(
     jax.random.key(seed),
     _sampling(run, n, temperature),
   )
-  return experience.decode_completions(tokenizer, rollout)
+  return scoring.decode_completions(tokenizer, rollout)
 
 
 def sample(run: Finished, args) -> None:
@@ -193,8 +193,8 @@ def draw(
     count = int(real.sum())
     rollout = jax.tree.map(lambda x, n=count: x[: n * samples], rollout)
     prompts = prompts._replace(examples=prompts.examples[:count])
-    decoded = experience.decode_completions(tokenizer, rollout)
-    scores = experience.submit_rollout(
+    decoded = scoring.decode_completions(tokenizer, rollout)
+    scores = scoring.submit_rollout(
       pipeline, prompts, rollout, decoded, run.step
     ).result()
     values.append(scores.values.reshape(count, samples, -1))
