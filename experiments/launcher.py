@@ -116,9 +116,10 @@ def run(
   progress: Progress | None = None,
 ) -> loop.Result:
   """Warm start where asked, train, then the table and the curves."""
-  progress = progress or Progress()
+  first = processes.is_first()
+  progress = (progress if first else None) or Progress(quiet=not first)
   directory.mkdir(parents=True, exist_ok=True)
-  if processes.is_first():
+  if first:
     (directory / 'config.json').write_text(config.to_json(indent=2))
   policy = policy_of(model.config, settings)
   params = model.params
@@ -137,7 +138,7 @@ def run(
     eval_batch_size=config.eval_batch_size,
     progress=progress,
   )
-  if not processes.is_first():
+  if not first:
     return result
   names = [reward.name for reward in task.rewards]
   report.curves(result.history, names, directory / 'curves.png')

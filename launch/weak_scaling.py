@@ -16,7 +16,7 @@ from gdpo_jax.train.settings import Settings
 from launch import hlo
 from launch.plan import Plan, table
 
-DEVICES = (2, 4, 8, 16, 32, 64)
+DEVICES = (2, 8, 64)
 # Small, but 64 devices divide its width.
 SHAPE = PolicyConfig(
   family='llama',
@@ -33,7 +33,6 @@ PROMPTS_PER_DEVICE = 2
 MESHES = {
   'data': lambda n: (n, 1, 1),
   'fsdp': lambda n: (1, n, 1),
-  'data x fsdp x 2 tensor': lambda n: (max(1, n // 8), min(4, n // 2), 2),
 }
 
 

@@ -128,7 +128,8 @@ class Watch:
     self._progress.step(step, row)
     for event in self.monitor.check(step, row):
       self._writer.append(metrics.EVENTS, event._asdict())
-      self._progress.event(event)
+      if processes.is_first():
+        self._progress.event(event)
     self._seconds += time.perf_counter() - start
     self._report()
 

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ TINY = [
 HEARTBEAT_S = 20
 
 
-def start(directory, steps, save_every=2, processes=1):
+def start(directory, steps, save_every=2, processes=1, devices=1):
   """The same run, begun or gone on with."""
   command = [
     *TINY,
@@ -34,10 +35,16 @@ def start(directory, steps, save_every=2, processes=1):
     f'--config.save_every={save_every}',
     f'--run_dir={directory}',
   ]
-  env = {**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''}
+  flags = f'--xla_force_host_platform_device_count={devices}'
+  env = {**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': flags}
   if processes > 1:
     command = ['launch/local_processes.sh', str(processes), *command]
-    env |= {'DEVICES': '2', 'GDPO_HEARTBEAT_S': str(HEARTBEAT_S), 'GRACE': '60'}
+    env |= {
+      'XLA_FLAGS': '',
+      'DEVICES': '2',
+      'GDPO_HEARTBEAT_S': str(HEARTBEAT_S),
+      'GRACE': '60',
+    }
   return subprocess.Popen(
     command,
     cwd=ROOT,
@@ -176,3 +183,20 @@ def test_one_of_two_processes_dies(tmp_path):
   assert 'another process' in output or 'another task died' in output
   finish(start(killed, 6, processes=2))
   assert_same(killed, whole, 6)
+
+
+@pytest.mark.slow
+def test_saved_on_eight_devices_opened_on_two_and_on_one(tmp_path):
+  saved = tmp_path / 'saved'
+  finish(start(saved, 3, devices=8))
+  found = {}
+  for devices in (8, 2, 1):
+    copy = tmp_path / str(devices)
+    shutil.copytree(saved, copy)
+    finish(start(copy, 4, devices=devices))
+    found[devices] = rows(copy)[-1]
+  for devices in (2, 1):
+    assert found[devices].keys() == found[8].keys()
+    for name, value in found[8].items():
+      if isinstance(value, float):
+        assert found[devices][name] == pytest.approx(value, rel=1e-3, abs=1e-5)
