@@ -44,8 +44,9 @@ def token_log_probs(
     targets: i32[N, T].
     temperature: > 0.
     dtype: of the inputs of the products; None: that of the head.
-    block_bytes: upper bound of the logits alive at once, down to a block of
-      one token of the vocabulary; None: `BLOCK_BYTES`, and `MIN_BLOCK` tokens.
+    block_bytes: of the logits alive at once; a divisor of V may make it half
+      or twice as much, one token of the vocabulary is the least; None:
+      `BLOCK_BYTES`, and `MIN_BLOCK` tokens.
   Returns:
     (logp, entropy), f32[N, T] each.
   """
@@ -59,14 +60,26 @@ def token_log_probs(
   least = 1
   if block_bytes is None:
     block_bytes, least = BLOCK_BYTES, MIN_BLOCK
-  block = max(least, block_bytes // (4 * num_rows * length))
-  num_blocks = -(-vocab_size // block)
-  block = -(-vocab_size // num_blocks)
+  most = max(least, block_bytes // (4 * num_rows * length))
+  block = _block_size(vocab_size, most)
   # z / temperature, at the width of a state instead of a vocabulary
   hidden = (hidden / temperature).reshape(-1, width)
   hidden = sharding.constrain(hidden, 'rows')
   out = _log_probs(hidden, head, targets.reshape(-1), dtype, block)
   return tuple(x.reshape(num_rows, length) for x in out)
+
+
+def _block_size(vocab_size: int, most: int) -> int:
+  """Tokens of a block: a divisor of V near `most`, where there is one.
+
+  Else the last block is filled up, which copies the head and its gradient.
+  """
+  most = min(most, vocab_size)
+  for block in (*range(most, most // 2, -1), *range(most + 1, 2 * most + 1)):
+    if vocab_size % block == 0:
+      return block
+  num_blocks = -(-vocab_size // most)
+  return -(-vocab_size // num_blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

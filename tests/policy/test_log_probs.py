@@ -164,8 +164,8 @@ def test_blocks_change_nothing():
   """One block, even, uneven, and single tokens, forward and backward."""
   keys = jax.random.split(jax.random.key(0), 4)
   hidden = jax.random.normal(keys[0], (3, 7, 8))
-  head = jax.random.normal(keys[1], (50, 8))
-  targets = jax.random.randint(keys[2], (3, 7), 0, 50)
+  head = jax.random.normal(keys[1], (53, 8))  # a prime: no even blocks
+  targets = jax.random.randint(keys[2], (3, 7), 0, 53)
   weights = jax.random.normal(keys[3], (2, 3, 7))
 
   def loss(hidden, head, block_bytes):
@@ -185,11 +185,19 @@ def test_blocks_change_nothing():
     jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2
   )
   expected = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, head)
-  for columns in (50, 25, 17, 1):
+  for columns in (53, 25, 17, 1):
     got = gradient(hidden, head, columns * 3 * 7 * 4)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected
     )
+
+
+def test_even_blocks_where_there_are_some():
+  """150,000 and the vocabularies of Llama 3 and Qwen, about 1,024 at once."""
+  for size, block in ((150_000, 1000), (128_256, 1002), (151_936, 1187)):
+    assert heads._block_size(size, 1024) == block
+  assert heads._block_size(1009 * 1013, 100) == 100  # no divisor near it
+  assert heads._block_size(50, 1024) == 50
 
 
 def test_no_array_of_rows_by_tokens_by_vocabulary():
