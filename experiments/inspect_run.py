@@ -9,6 +9,8 @@ A run may still be going on. `--contribution` opens the last checkpoint, samples
 groups of answers to held-out problems, and computes their advantages without
 one reward at a time: the cosine to the advantage of all, and the share of pairs
 of answers whose order changes. RUN/contributions.json keeps it for the report.
+Declared rewards and weights only: no schedules, no running normalizers, no KL
+or overlong term.
 """
 
 import argparse
