@@ -37,7 +37,6 @@ import torch
 import transformers
 from absl import app, flags
 
-from experiments import launcher
 from gdpo_jax import sharding
 from gdpo_jax.policy import hf, weights
 from gdpo_jax.policy.config import PolicyConfig
@@ -462,7 +461,12 @@ def share_of_peak(config, results):
 
 
 def main(_):
-  launcher.use_compilation_cache()
+  # Compilation is not measured: programs are kept between runs.
+  cache = os.environ.get('XDG_CACHE_HOME', pathlib.Path.home() / '.cache')
+  jax.config.update(
+    'jax_compilation_cache_dir', str(pathlib.Path(cache) / 'gdpo_jax' / 'xla')
+  )
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
   with tempfile.TemporaryDirectory() as directory:
     results = measure(directory)
   table = report(results)
