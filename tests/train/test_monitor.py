@@ -1,10 +1,15 @@
 """Alarms, adjustments that are taken back, and runs that are continued."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 import run_histories
 
 from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.train import monitor, rules
+from gdpo_jax.train import state as state_lib
+from gdpo_jax.train.settings import Settings
+from gdpo_jax.types import TrainState
 
 ABOUT = run_histories.ABOUT
 
@@ -104,7 +109,15 @@ def test_a_continued_run_stands_where_it_was():
 )
 def test_wrong_actions_are_refused(text, words):
   with pytest.raises(ValueError, match=words):
-    monitor.parse_actions(text)
+    Settings(monitor_actions=text).resolve()
+
+
+def test_a_coefficient_of_0_cannot_be_raised():
+  with pytest.raises(ValueError, match='set entropy_coef above 0'):
+    Settings(monitor_actions='entropy_collapse=adjust').resolve()
+  Settings(
+    monitor_actions='entropy_collapse=adjust', entropy_coef=1e-3
+  ).resolve()
 
 
 def test_what_is_known_about_rewards_survives_the_file(tmp_path):
@@ -126,3 +139,29 @@ def test_what_is_known_about_rewards_survives_the_file(tmp_path):
   monitor.write_about(tmp_path, about)
   assert monitor.read_about(tmp_path) == about
   assert monitor.read_about(tmp_path / 'elsewhere') is None
+
+
+def test_factors_reach_the_optimizer_and_are_taken_back():
+  optimizer = state_lib.make_optimizer(Settings(learning_rate=1e-2).resolve())
+  params = {'w': jnp.ones(2)}
+  state = TrainState(
+    jnp.int32(0),
+    jnp.int32(0),
+    params,
+    optimizer.init(params),
+    {'entropy_coef': jnp.float32(0.01)},
+    jax.random.key(0),
+  )
+
+  def rate(state):
+    _, opt = optimizer.update({'w': jnp.full(2, 0.1)}, state.opt, params)
+    return float(state_lib.learning_rate(opt))
+
+  halved = state_lib.with_rate_factor(state, 0.5)
+  assert rate(halved) == pytest.approx(5e-3)
+  assert rate(state_lib.with_rate_factor(halved, 1.0)) == pytest.approx(1e-2)
+  raised = state_lib.with_entropy_coef(state, 0.015)
+  assert float(raised.controllers['entropy_coef']) == pytest.approx(0.015)
+  # nothing is moved where nothing changes
+  same = state_lib.with_entropy_coef(state, 0.01)
+  assert same.controllers['entropy_coef'] is state.controllers['entropy_coef']
