@@ -26,6 +26,7 @@ from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.metrics import Timer
 from gdpo_jax.train.scoring import Scoring
 from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.step import trimmed
 from gdpo_jax.types import Batch, Prompts, Rollout
 
 
@@ -374,7 +375,7 @@ class Collector:
       logp=rows(groups.logp),
       ended=rows(groups.ended),
     )
-    rollout = sharding.put_rows(self.mesh, rollout)
+    rollout = sharding.put_rows(self.mesh, trimmed(rollout))
     weights, coef = self._weights(controllers, scores[-1]), None
     ref_logp, nats = None, None
     if s.kl_coef:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gdpo_jax import sharding
@@ -23,9 +24,31 @@ from gdpo_jax.objectives.masked import Mean
 from gdpo_jax.policy import lora
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.settings import Settings, asked_for
-from gdpo_jax.types import Array, Batch, TrainState
+from gdpo_jax.types import Array, Batch, Rollout, TrainState
 
 Metrics = dict[str, Mean]
+
+
+def trimmed(rollout: Rollout, least: int = 16) -> Rollout:
+  """Host arrays without the columns that are pads in every row.
+
+  The update costs what its shape says: where all rows have ended early, most of
+  it would be pads. Widths are powers of two from `least` on, or the full one,
+  so that a run compiles few programs; loss and gradient stay what they are.
+  """
+
+  def width(mask):
+    longest = int(np.asarray(mask).sum(axis=1).max())
+    return min(mask.shape[1], max(least, 1 << (longest - 1).bit_length()))
+
+  prompt, completion = width(rollout.prompt_mask), width(rollout.mask)
+  return rollout._replace(
+    prompt=rollout.prompt[:, -prompt:],
+    prompt_mask=rollout.prompt_mask[:, -prompt:],
+    tokens=rollout.tokens[:, :completion],
+    mask=rollout.mask[:, :completion],
+    logp=rollout.logp[:, :completion],
+  )
 
 
 def row_mask(batch: Batch) -> Array:

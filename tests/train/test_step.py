@@ -159,6 +159,37 @@ def test_loss_is_zero_on_policy_but_the_gradient_is_not(policy, params, batch):
   assert row['grad_norm'] > 1e-3
 
 
+def test_columns_of_pads_are_left_out_and_change_nothing(policy, params, batch):
+  """Prompts of at most 6 in 20 columns, completions of at most 10 in 40."""
+
+  def wide(x, before, after):
+    return np.pad(np.asarray(x), ((0, 0), (before, after)))
+
+  r = batch.rollout
+  padded = r._replace(
+    prompt=wide(r.prompt, 14, 0),
+    prompt_mask=wide(r.prompt_mask, 14, 0),
+    tokens=wide(r.tokens, 0, 30),
+    mask=wide(r.mask, 0, 30),
+    logp=wide(batch.old_logp, 0, 30),
+  )
+  narrow = step.trimmed(padded)
+  assert narrow.prompt.shape[1] == narrow.tokens.shape[1] == 16
+  assert step.trimmed(padded, 8).prompt.shape[1] == 8
+  np.testing.assert_array_equal(narrow.prompt[:, -6:], r.prompt)
+  np.testing.assert_array_equal(narrow.tokens[:, :10], r.tokens)
+  full, cut = (
+    run(
+      policy,
+      params,
+      batch._replace(rollout=x, old_logp=x.logp),
+      settings(max_prompt_tokens=20, max_new_tokens=40),
+    )[0]
+    for x in (padded, narrow)
+  )
+  assert_close(gradient(params, full), gradient(params, cut), atol=1e-6)
+
+
 @pytest.mark.parametrize('epochs', [1, 2], ids=['one update', 'several'])
 def test_a_sampler_that_rounds_is_corrected_up_to_a_cap(
   policy, params, batch, epochs
