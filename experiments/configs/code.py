@@ -68,6 +68,7 @@ def _humaneval(config):
     source='public',
     train='data/HumanEval.jsonl.gz',
     limit_tokens=160,
+    max_prompt_chars=850,
     num_heldout=16,
     seed=0,
   )
@@ -76,7 +77,7 @@ def _humaneval(config):
     prompts_per_step=4,
     group_size=4,
     prompts_per_micro_batch=1,
-    max_prompt_tokens=320,
+    max_prompt_tokens=360,
     max_new_tokens=256,
     learning_rate=1e-5,
     save_every=4,

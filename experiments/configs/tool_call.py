@@ -64,7 +64,7 @@ def _rlla(config):
   config.task.update(
     source='public',
     train='data/rlla_sft.json',
-    max_prompt_chars=4000,
+    max_prompt_chars=3200,
     num_heldout=16,
   )
   config.update(

@@ -202,6 +202,7 @@ def public(
   heldout: str | os.PathLike | None = None,
   num_train: int | None = None,
   num_heldout: int | None = None,
+  max_prompt_chars: int | None = None,
   seed: int = 0,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
   """Reads HumanEval, Eurus-2-RL, or records with 'prompt' and 'tests'.
@@ -214,19 +215,20 @@ def public(
     train: file, or id of a hub data set.
     heldout: the same; by default a quarter of the prompts of `train`.
     num_train, num_heldout: the first so many.
+    max_prompt_chars: longer prompts are left out.
     seed: of the choice of what is held out.
   Raises:
     ValueError: as `records.read`, or a record of another form.
   """
-  found = _read(train, 'train')
+  found = _read(train, 'train', max_prompt_chars)
   if heldout is None:
     found, held = records.split_off(found, HELDOUT_SHARE, seed)
   else:
-    held = _read(heldout, 'test')
+    held = _read(heldout, 'test', max_prompt_chars)
   return found[:num_train], held[:num_heldout]
 
 
-def _read(source, split) -> list[dict[str, Any]]:
+def _read(source, split, max_prompt_chars) -> list[dict[str, Any]]:
   advice = (
     'Download HumanEval.jsonl.gz from github.com/openai/human-eval (data/) and '
     'give the path.'
@@ -235,7 +237,8 @@ def _read(source, split) -> list[dict[str, Any]]:
   rows = [row for row in rows if row.get('ability', 'code') == 'code']
   if not rows:
     raise ValueError(f"{source} has no row with 'ability' code.")
-  return [_problem(row, f'{source}, record {i}') for i, row in enumerate(rows)]
+  made = [_problem(row, f'{source}, record {i}') for i, row in enumerate(rows)]
+  return records.at_most_chars(made, max_prompt_chars)
 
 
 def _problem(row: Mapping[str, Any], where: str) -> dict[str, Any]:

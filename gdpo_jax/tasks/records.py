@@ -170,6 +170,33 @@ def _prompt(prompt: Any, i: int) -> str | list[dict[str, str]]:
   return messages
 
 
+def at_most_chars(
+  items: Sequence[dict[str, Any]], limit: int | None
+) -> list[dict[str, Any]]:
+  """Those whose prompt has at most so many characters; None: all.
+
+  Held-out prompts that are too long are an error later on, when a tokenizer is
+  there to measure them; code has about three characters to a token, text four.
+
+  Raises:
+    ValueError: nothing is left.
+  """
+
+  def size(prompt) -> int:
+    if isinstance(prompt, str):
+      return len(prompt)
+    return sum(len(message['content']) for message in prompt)
+
+  kept = [
+    item for item in items if limit is None or size(item['prompt']) <= limit
+  ]
+  if not kept:
+    raise ValueError(
+      f'no prompt has at most max_prompt_chars {limit} characters; raise it.'
+    )
+  return kept
+
+
 def split_off(
   items: Sequence[dict[str, Any]], share: float, seed: int = 0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

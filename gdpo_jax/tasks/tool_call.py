@@ -244,18 +244,7 @@ def _read(source, split, max_prompt_chars) -> list[dict[str, Any]]:
         f"{source}, record {i}: 'answer' should be a text with <tool_call> or "
         f'<response>, got {text!r:.120}.'
       )
-  kept = [
-    e
-    for e in examples
-    if max_prompt_chars is None
-    or sum(len(m['content']) for m in e['prompt']) <= max_prompt_chars
-  ]
-  if not kept:
-    raise ValueError(
-      f'{source}: no prompt has at most max_prompt_chars {max_prompt_chars} '
-      'characters; raise it.'
-    )
-  return kept
+  return records.at_most_chars(examples, max_prompt_chars)
 
 
 SOURCES: dict[str, Callable] = {'generated': generated, 'public': public}

@@ -94,6 +94,26 @@ def test_prompts_fit_and_limits_tell_answers_apart():
       assert max(right) <= config.max_new_tokens
 
 
+@pytest.mark.slow
+@pytest.mark.weights
+@pytest.mark.parametrize(('experiment', 'variant'), list(NEEDS))
+def test_public_prompts_fit(experiment, variant):
+  """A held-out prompt that does not would end the run."""
+  from gdpo_jax.policy import weights
+
+  path = SHARED / 'data' / NEEDS[experiment, variant]
+  if weights.path('smollm2-135m') is None or not path.is_file():
+    pytest.skip(f'needs the SmolLM2 weights and {path}')
+  tokenizer = weights.load('smollm2-135m').tokenizer
+  config = configs(experiment).get_config(variant)
+  config.task.train = str(path)
+  task = launcher.task_function(experiment)(config)
+  lengths = [
+    len(tokenizer.chat(e['prompt'])) for e in (*task.train, *task.heldout)
+  ]
+  assert max(lengths) <= config.max_prompt_tokens
+
+
 def test_the_recipes_of_the_papers():
   settings = launcher.settings_of(configs('gsm8k').get_config('qwen2p5_1p5b'))
   assert (settings.group_size, settings.learning_rate) == (16, 5e-6)
