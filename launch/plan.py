@@ -81,6 +81,7 @@ def topology_devices(name: str) -> list[Any]:
   """
   # There is no TPU here and no cloud to ask about it.
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+  os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
   os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
   try:
     return topologies.get_topology_desc(name, platform='tpu').devices
@@ -208,10 +209,15 @@ def compiled(lowered: jax.stages.Lowered, arguments: int, trips=1) -> Part:
     return Part(arguments, 0, None, None, spent, refusal(str(error)))
   spent = time.perf_counter() - began
   memory = done.memory_analysis()
+  outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  # `temp_size_in_bytes` adds up what is never alive together.
+  temporary = (
+    memory.peak_memory_in_bytes - memory.argument_size_in_bytes - outputs
+  )
   return Part(
     memory.argument_size_in_bytes,
-    memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    memory.temp_size_in_bytes,
+    outputs,
+    max(0, temporary),
     hlo.count(done.as_text(), trips, once='rollout_params'),
     spent,
   )
