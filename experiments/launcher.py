@@ -274,8 +274,9 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   shapes on a mesh of this machine's devices; returns sizes in GiB (whole job,
   not per device).
   """
-  policy = policies.adapted(policy_of(config, settings), settings)
-  optimizer = state.make_optimizer(settings)
+  names = ('first', 'second')  # of rewards, where sub-policies need some
+  policy = policies.adapted(policy_of(config, settings), settings, names)
+  optimizer = state.make_optimizer(settings, policy.heads)
   mesh = sharding.make_mesh(
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
   )
@@ -353,4 +354,5 @@ def abstract_batch(settings: Settings, rows: int) -> Batch:
     row_valid=array(rows, dtype='bool'),
     old_values=logp if settings.has_value_head else None,
     returns=logp if settings.has_value_head else None,
+    head_advantages=array(rows, 2) if settings.subpolicy_rank else None,
   )

@@ -9,7 +9,9 @@ another one, an empty line ends it. `evaluate` answers the held-out problems of
 the run greedily, and again `samples` times at random: every reward, the share
 solved by the best of k (pass@k) and by the most frequent answer of k (maj@k),
 with 95% bootstrap intervals over the problems; RUN/evaluation.json keeps them.
-`export` writes a directory for transformers. The last checkpoint is taken.
+`export` writes a directory for transformers: adapters merged; of a policy with
+sub-policies, whose mixture is no single model, the one of `--head`. The last
+checkpoint is taken.
 """
 
 import argparse
@@ -29,13 +31,13 @@ import orbax.checkpoint as ocp
 import rich.console
 import rich.table
 
-from gdpo_jax.policy import hf
+from gdpo_jax.policy import decoupled, hf
 from gdpo_jax.policy.hf import Pretrained
 from gdpo_jax.rewards import answers
 from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.sampler import Sampling, generate
 from gdpo_jax.tasks.base import encode_prompts, evaluation_batches
-from gdpo_jax.train import policies, scoring
+from gdpo_jax.train import monitor, policies, scoring
 from gdpo_jax.train.settings import Settings
 
 SUBSETS = 200  # of size k for maj@k, drawn for each problem
@@ -70,8 +72,21 @@ def open_run(directory: pathlib.Path) -> Finished:
   if (directory / 'warm_start').is_dir():  # what the run itself started from
     start = start._replace(params=hf.load(directory / 'warm_start')[1])
   step, trained = _newest(directory / 'checkpoints')
-  params = policies.plain(start.params, trained, settings)
-  want = jax.tree.map(np.shape, start.params)
+  policy = launcher.policy_of(start.config, settings)
+  if 'heads' in trained:
+    about = monitor.read_about(directory)
+    names = tuple(r.name for r in about.rewards if r.declared)
+    policy, params = policies.finished(
+      policy,
+      policies.adapted(policy, settings, names),
+      {**start.params, **trained},
+      settings,
+    )
+    abstract = jax.eval_shape(policy.init, jax.random.key(0))
+    want = jax.tree.map(np.shape, abstract)
+  else:
+    params = policies.plain(start.params, trained, settings)
+    want = jax.tree.map(np.shape, start.params)
   have = jax.tree.map(np.shape, params)
   if want != have:
     raise ValueError(
@@ -79,7 +94,6 @@ def open_run(directory: pathlib.Path) -> Finished:
       f'{config.model!r}; was it written by another version?'
     )
   model = start._replace(params=params)
-  policy = launcher.policy_of(model.config, settings)
   return Finished(directory, config, settings, model, policy, step)
 
 
@@ -321,9 +335,12 @@ def evaluate(run: Finished, args) -> dict[str, Any]:
 def export(run: Finished, args) -> None:
   """Writes weights and tokenizer in Hugging Face's layout."""
   where = pathlib.Path(args.directory)
-  hf.save(
-    where, run.model.config, run.model.params, run.model.tokenizer, args.dtype
-  )
+  config, params = run.model.config, run.model.params
+  if args.head:
+    config, params = decoupled.alone(
+      config, params, run.policy.heads, args.head
+    )
+  hf.save(where, config, params, run.model.tokenizer, args.dtype)
   print(
     f'{where}: step {run.step}; open it with transformers.'
     f'AutoModelForCausalLM.from_pretrained({str(where)!r})'
@@ -359,6 +376,7 @@ def parse(argv: Sequence[str] | None = None):
   sub.add_argument(
     '--dtype', default='bfloat16', choices=('bfloat16', 'float32')
   )
+  sub.add_argument('--head', help='the sub-policy of this reward, alone')
   return parser.parse_args(argv)
 
 

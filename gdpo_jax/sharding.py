@@ -36,6 +36,9 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r'attn/[qkv]/b$|mlp/(gate|up)/b$', PartitionSpec(None, None, 'tensor')),
   (r'(attn/o|mlp/down)/a$', PartitionSpec(None, 'tensor', None)),
   (r'(attn/o|mlp/down)/b$', PartitionSpec(None, None, 'fsdp')),
+  (r'heads/down$', PartitionSpec(None, 'fsdp', None)),
+  (r'heads/up$', PartitionSpec(None, None, 'fsdp')),
+  (r'fusion/(query|key|tag|value)$|head_factor$', PartitionSpec()),
   (r'norm/scale$', PartitionSpec()),
   (r'value/kernel$', PartitionSpec()),
 )

@@ -28,7 +28,7 @@ from gdpo_jax.rewards.pipeline import Pipeline, Reward, reward_weights
 from gdpo_jax.sampler import Sampling
 from gdpo_jax.tasks import records
 from gdpo_jax.tasks.base import Task
-from gdpo_jax.train import loop, policies
+from gdpo_jax.train import loop
 from gdpo_jax.train.evaluate import evaluate
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
@@ -366,9 +366,7 @@ class GDPOTrainer:
       eval_batch_size=self._eval_batch,
       progress=self._progress,
     )
-    self.params = policies.plain(
-      self._start, result.state.params, self.settings
-    )
+    self.policy, self.params = result.policy, result.params
     return result
 
   def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:

@@ -50,6 +50,9 @@ class Batch(NamedTuple):
   row_valid: Array  # bool[N], False: the row counts for nothing
   old_values: Array | None = None  # f32[N, Tc], where there is a value head
   returns: Array | None = None  # f32[N, Tc], what it is trained towards
+  head_advantages: Array | None = (
+    None  # f32[N, K], where there are sub-policies
+  )
 
 
 class TrainState(NamedTuple):

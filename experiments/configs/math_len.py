@@ -7,6 +7,8 @@
                               additions, after a supervised start.
   ...math_len.py:tiny_collapse  tiny with a plain length reward and a high rate:
                               GDPO collapses to answers that are short and wrong.
+  ...math_len.py:tiny_conflict  tiny with correct and plain length alone, for
+                              conflict.py.
   ...math_len.py:r1_1p5b, :r1_7b, :qwen3_4b  the settings of the GDPO paper
                               (arXiv 2601.05242, math) for accelerators.
 
@@ -112,6 +114,13 @@ def _tiny_collapse(config):
   config.num_steps = 60
 
 
+def _tiny_conflict(config):
+  """Two rewards against each other: right answers are longer than the limit."""
+  _tiny(config)
+  config.task.update(conditioned=False, with_format=False)
+  config.num_steps = 100
+
+
 def _paper(config):
   """512 prompts x 16, mini-batch of 64 prompts, limit 4000 of 8000 tokens.
 
@@ -166,6 +175,7 @@ VARIANTS = {
   'gsm8k': _gsm8k,
   'tiny': _tiny,
   'tiny_collapse': _tiny_collapse,
+  'tiny_conflict': _tiny_conflict,
   'r1_1p5b': _r1_1p5b,
   'r1_7b': _r1_7b,
   'qwen3_4b': _qwen3_4b,

@@ -9,6 +9,7 @@ gap-driven weights are a heuristic without a paper.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -174,9 +175,44 @@ def lagrangian(
   return WeightSchedule(init, update)
 
 
+def sampled(weights: Sequence[float], seed: int) -> WeightSchedule:
+  """Other weights at every step: linear scalarization in random directions.
+
+  The classic of multi-objective RL (survey: arXiv:1402.0590): each step's
+  shares are drawn uniformly from the simplex, and share out the sum of the
+  absolute declared weights. Signs stay, and a weight of 0 stays 0. A step draws
+  the same whatever was drawn before it.
+
+  Args:
+    weights: the declared ones.
+    seed: of the run.
+  """
+  start = np.asarray(weights, np.float32)
+  counts = start != 0
+
+  def weights_at(step):
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    draws = jnp.where(counts, jax.random.exponential(key, start.shape), 0.0)
+    shares = draws / jnp.maximum(jnp.sum(draws), 1e-30)
+    return jnp.sign(start) * np.abs(start).sum() * shares
+
+  def init():
+    return WeightState(
+      weights_at(jnp.int32(0)), jnp.int32(0), jnp.zeros(start.shape)
+    )
+
+  def update(state, means):
+    del means
+    step = state.step + 1
+    return state._replace(weights=weights_at(step), step=step)
+
+  return WeightSchedule(init, update)
+
+
 SCHEDULES = {
   'constant': constant,
   'progressive': progressive,
   'gap_driven': gap_driven,
   'lagrangian': lagrangian,
+  'sampled': sampled,
 }

@@ -87,7 +87,7 @@ def _log_probs(hidden, head, targets, dtype, block):
   return _forward(hidden, head, targets, dtype, block)[0]
 
 
-def _blocks(head, block):
+def blocks(head, block):
   """Scan inputs: rows [block, D] of the head, and their tokens i32[block].
 
   The last block is filled up with rows of tokens >= V.
@@ -131,7 +131,7 @@ def _forward(hidden, head, targets, dtype, block):
 
   zero = jnp.zeros(targets.shape, jnp.float32)
   carry = (zero - jnp.inf, zero, zero, zero)
-  carry, _ = jax.lax.scan(step, carry, _blocks(head, block))
+  carry, _ = jax.lax.scan(step, carry, blocks(head, block))
   top, total, weighted, picked = carry
   lse, mean = top + jnp.log(total), weighted / total
   return (picked - lse, lse - mean), (hidden, head, targets, lse, mean)
@@ -156,7 +156,7 @@ def _backward(dtype, block, residual, cotangents):
     return d_hidden, sharding.constrain(d_rows, None, 'fsdp')
 
   d_hidden, d_head = jax.lax.scan(
-    step, jnp.zeros_like(hidden), _blocks(head, block)
+    step, jnp.zeros_like(hidden), blocks(head, block)
   )
   d_head = d_head.reshape(-1, head.shape[1])[: head.shape[0]]
   return d_hidden, d_head, None

@@ -234,6 +234,11 @@ def save(
   """
   if dtype not in _DTYPES:
     raise ValueError(f'dtype is {dtype!r}; choose one of {sorted(_DTYPES)}.')
+  if {'lora', 'heads'} & params.keys():
+    raise ValueError(
+      'adapters are merged first (lora.merge); a mixture of sub-policies is no '
+      'single model, one of them is (decoupled.alone; run.py export --head).'
+    )
   leaves = _layout(config)
   flat = _flat(params)
   want = {leaf.path: leaf.stacked_shape for leaf in leaves}

@@ -175,9 +175,13 @@ def adapt(policy: Policy, lora: Lora) -> Policy:
   def log_probs(params, rollout, **options):
     return policy.log_probs(scaled(params), rollout, **options)
 
+  def hidden(params, rollout, **options):
+    return policy.hidden(scaled(params), rollout, **options)
+
   return policy._replace(
     init=jax.jit(init_all),
     logits=logits,
     log_probs=log_probs,
+    hidden=hidden,
     rollout_params=jax.jit(rollout_params, static_argnames='dtype'),
   )

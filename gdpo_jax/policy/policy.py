@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gdpo_jax import sharding
-from gdpo_jax.policy import heads
+from gdpo_jax.policy import decoupled, heads
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.decoder import (
   REMAT,
@@ -85,6 +85,9 @@ class Policy(NamedTuple):
   prefill: Callable[..., tuple[Array, Level]]
   new_cache: Callable[..., Cache]
   decode: Callable[..., tuple[Array, Cache]]
+  hidden: Callable[..., tuple[Array, Array]]
+  dtype: Any  # of the inputs of the products in training
+  heads: tuple[str, ...] = ()  # rewards with a sub-policy (see decoupled.py)
 
 
 @functools.cache
@@ -127,6 +130,8 @@ def make_policy(
     hidden, head = decoder.apply(
       _variables(params), tokens, _positions(mask), Groups(mask)
     )
+    if 'heads' in params:
+      return decoupled.mixture_logits(params, hidden, head)
     return heads.logits(hidden, head, dtype)
 
   def log_probs(
@@ -143,6 +148,20 @@ def make_policy(
     row is computed once, from the first of them. `with_values` adds a third,
     the value head's on the state before each token (params['value'], f32[D]).
     """
+    hidden, head = states(params, rollout, group_size)
+    logp, entropy = heads.token_log_probs(
+      hidden, head, rollout.tokens, temperature=temperature, dtype=dtype
+    )
+    scores = (logp, entropy)
+    if with_values:
+      scores += (hidden @ params['value']['kernel'],)
+    zero = jnp.zeros((), jnp.float32)
+    return tuple(jnp.where(rollout.mask, x, zero) for x in scores)
+
+  def states(
+    params: Any, rollout: Rollout, group_size: int = 1
+  ) -> tuple[Array, Array]:
+    """(hidden f32[N, Tc, D] before each completion token, LM head [V, D])."""
     targets = rollout.tokens
     num_rows, length = targets.shape
     if num_rows % group_size:
@@ -172,15 +191,8 @@ def make_policy(
       jnp.concatenate([_positions(mask)[:, :-1], start + steps], axis=1),
       Groups(mask[:, :-1], group_size),
     )
-    hidden = hidden[:, mask.shape[1] - 1 :].reshape(num_rows, length, -1)
-    logp, entropy = heads.token_log_probs(
-      hidden, head, targets, temperature=temperature, dtype=dtype
-    )
-    scores = (logp, entropy)
-    if with_values:
-      scores += (hidden @ params['value']['kernel'],)
-    zero = jnp.zeros((), jnp.float32)
-    return tuple(jnp.where(rollout.mask, x, zero) for x in scores)
+    hidden = hidden[:, mask.shape[1] - 1 :]
+    return hidden.reshape(num_rows, length, -1), head
 
   def rollout_params(params: Any, dtype: Any = None) -> Any:
     """Per-layer weights for `prefill` and `decode`, made once per rollout.
@@ -244,7 +256,10 @@ def make_policy(
       tuple(sharding.constrain(x, 'rows', 'tensor') for x in xs)
       for xs in zip(*kept, strict=True)
     )
-    logits = project(x, weights['head'])
+    if 'heads' in weights:
+      logits = decoupled.mixture_logits(weights, x, weights['head'])
+    else:
+      logits = project(x, weights['head'])
     return sharding.constrain(logits, 'rows', 'tensor'), k, v
 
   def prefill(
@@ -311,6 +326,8 @@ def make_policy(
     jax.jit(prefill),
     new_cache,
     jax.jit(decode),
+    jax.jit(states, static_argnames='group_size'),
+    dtype,
   )
 
 

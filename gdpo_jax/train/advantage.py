@@ -161,7 +161,7 @@ def make_gradient_cosines(
         mask.reshape(shape),
         bounds,
       )
-      one = batch._replace(advantages=a.reshape(-1))
+      one = batch._replace(advantages=a.reshape(-1), head_advantages=None)
       denominator = jnp.maximum(jnp.sum(mask), 1)
       denominator = jnp.full((rows, 1), denominator, jnp.float32)
       return jax.grad(

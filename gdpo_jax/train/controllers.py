@@ -3,9 +3,11 @@
   TrainState.controllers = {
     'kl'            KLState: the coefficient of the KL term
     'entropy_coef'  f32[]: a rule may raise it for a while
+    'fusion_entropy_coef'  f32[]: the same for the weights of sub-policies
     'update_kl'     f32[]: KL to the sampler, measured by the last update
     'weights'       WeightState: of the declared rewards
     'normalizer'    NormalizerState: running statistics of the rewards
+    'online'        optimizer of the sub-policy that learns online, if one does
     'reference'     parameters, only where the reference policy moves
   }
 
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdpo_jax.objectives import kl, schedules, shaping
+from gdpo_jax.train import online
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Array
 
@@ -58,6 +61,8 @@ def make_schedule(
   kind = settings.weight_schedule
   if kind == 'constant':
     return schedules.constant(weights)
+  if kind == 'sampled':
+    return schedules.sampled(weights, settings.seed)
   if kind == 'gap_driven':
     return schedules.gap_driven(
       one_each('weight_targets', settings.weight_targets), weights
@@ -123,10 +128,14 @@ class Controllers:
     state = {
       'kl': self._kl.init(),
       'entropy_coef': jnp.float32(self._settings.entropy_coef),
+      'fusion_entropy_coef': jnp.float32(self._settings.fusion_entropy_coef),
       'update_kl': jnp.float32(0),
       'weights': self._schedule.init(),
       'normalizer': self.normalizer.init(),
     }
+    if self._settings.online_head:
+      head = online.own_part(params['heads'], 0)
+      state['online'] = online.make_optimizer(self._settings).init(head)
     if moves_reference(self._settings):
       state['reference'] = jax.tree.map(jnp.copy, params)
     return state

@@ -324,9 +324,46 @@ SECTIONS = (
         'gradient norm of the head of a reward (decoupled policy)',
       ),
       _M(
+        'heads/NAME/grad_share',
+        'share',
+        "of that norm in the sum over the heads; both in the heads' turn only",
+      ),
+      _M(
+        'heads/NAME/kl',
+        'nats per token',
+        'of the mixture to the sub-policy of a reward, estimator k3',
+      ),
+      _M(
         'fusion/NAME/weight',
         'share',
         'mean mixing weight of the head of a reward (decoupled policy)',
+      ),
+      _M(
+        'fusion/NAME/leads',
+        'share',
+        'tokens on which that weight is the largest',
+      ),
+      _M(
+        'fusion/entropy',
+        'nats',
+        'of the mixing weights, mean over tokens; log K where all are equal',
+      ),
+      _M('fusion/entropy_coef', '1', 'of the bonus on that entropy'),
+      _M(
+        'online/files', 'files', 'that appeared for the head that learns online'
+      ),
+      _M('online/rows', 'rows', 'scored completions in them that were used'),
+      _M('online/refused', 'lines', 'in them that could not be used'),
+      _M(
+        'snapshots/age',
+        'steps',
+        'since the policy was kept that this step sampled from; 0: the current '
+        'one, or kept just now',
+      ),
+      _M(
+        'snapshots/relative_error',
+        'share',
+        'norm of what 8 bits lose of the kept policy, in that of its parameters',
       ),
     ),
   ),

@@ -20,7 +20,7 @@ from gdpo_jax.objectives import advantages as adv
 from gdpo_jax.objectives import gae, kl, shaping
 from gdpo_jax.rewards.pipeline import Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
-from gdpo_jax.train import accounting
+from gdpo_jax.train import accounting, subpolicies
 from gdpo_jax.train.advantage import combine, shape_rewards
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.metrics import Timer
@@ -421,6 +421,14 @@ class Collector:
         self.mesh,
         rows(np.where(row_valid, advantages, 0.0)).astype(np.float32),
       )
+    own = None
+    if self.policy.heads:
+      k = self._declared
+      own = subpolicies.advantages(
+        s, groups.rewards[..., :k], groups.valid[..., :k], weights[:k]
+      )
+      own = np.where(row_valid[..., None], own, 0.0).astype(np.float32)
+      own = sharding.put_rows(self.mesh, rows(own))
     batch = Batch(
       rollout=rollout,
       advantages=per_token,
@@ -429,6 +437,7 @@ class Collector:
       row_valid=sharding.put_rows(self.mesh, rows(row_valid)),
       old_values=values,
       returns=returns,
+      head_advantages=own,
     )
     return Experience(
       batch=batch,

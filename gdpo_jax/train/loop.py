@@ -25,8 +25,10 @@ from gdpo_jax.train.checkpoint import Checkpointer, Retention, changed_fields
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.evaluate import Evaluation, evaluate
 from gdpo_jax.train.experience import Collector, minibatches
+from gdpo_jax.train.online import Online
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
+from gdpo_jax.train.snapshots import Snapshots
 from gdpo_jax.train.step import make_loss, make_train_step
 from gdpo_jax.train.watch import Watch
 from gdpo_jax.types import TrainState
@@ -41,6 +43,8 @@ class Result(NamedTuple):
   history: list[dict[str, Any]]  # the rows of metrics.jsonl
   final: Evaluation | None  # held-out answers, where this call evaluated last
   directory: pathlib.Path
+  policy: Any  # with sub-policies, where the settings have them
+  params: Any  # all of them, adapters merged
 
 
 def train(
@@ -101,9 +105,10 @@ def train(
     settings.seed,
     task.curriculum,
   )
-  policy = policies.adapted(policy, settings)
+  given = policy
+  policy = policies.adapted(policy, settings, declared)
   params = policies.complete(policy, params, settings.seed)
-  optimizer = state_lib.make_optimizer(settings)
+  optimizer = state_lib.make_optimizer(settings, policy.heads)
   controllers = Controllers(
     settings, declared, [r.weight for r in task.rewards]
   )
@@ -128,12 +133,18 @@ def train(
       settings.save_every,
     )
     stack.callback(checkpointer.close)
+    snapshots = Snapshots(directory, settings, mesh)
+    online = None
+    if settings.online_head:
+      online = Online(policy, tokenizer, settings, mesh)
     restored = checkpointer.restore_latest(state)
     if restored:
       state, record = restored
       _same_run(record['run'], _run(settings, policy, task))
       if base:
         policies.check_base(record['base'], base)
+      if online:
+        online.consumed = record['online']
       iterator.restore(record['cursor'])
       pipeline.restore_mutes(record['mutes'])
       _log.info('continuing %s at step %d', directory, int(state.step))
@@ -148,6 +159,7 @@ def train(
       mesh,
     )
     names = collect.names
+    snapshots.rewind(int(state.step))
     watch = Watch(
       directory,
       task.rewards,
@@ -197,11 +209,13 @@ def train(
       timer = metrics_lib.Timer()
       key = jax.random.fold_in(state.key, step)
       reference = state.controllers.get('reference')
+      if reference is None:
+        reference = snapshots.reference(step, state.params, start)
       traced = settings.profile == step + 1
       with accounting.trace(directory / 'trace' / 'collect', traced):
         experience = collect(
-          {**base, **state.params},
-          start if reference is None else {**base, **reference},
+          {**base, **snapshots.behaviour(step, key, state.params)},
+          {**base, **reference},
           state.controllers,
           key,
           step,
@@ -227,6 +241,10 @@ def train(
           state, update = train_step(state, minibatch, *frozen)
           new = metrics_lib.merge(new, update)
         row |= metrics_lib.to_host(new)
+      if online:
+        state, seen = online.step(step + 1, state, base)
+        row |= seen
+      row |= snapshots.after(step + 1, state.params)
       row |= metrics_lib.controller_metrics(settings, state.controllers)
       k = len(declared)
       state = state._replace(
@@ -262,6 +280,7 @@ def train(
           state,
           {
             'cursor': cursor,
+            'online': online.consumed if online else None,
             'base': policies.fingerprint(base) if base else None,
             'mutes': pipeline.mutes,
             'metrics': row | _prefixed('eval/', evaluation),
@@ -287,7 +306,13 @@ def train(
       final = held_out(int(state.step), 'after training')
     if first:
       history = metrics_lib.read_jsonl(log)
-  return Result(state, history, final, directory)
+  return Result(
+    state,
+    history,
+    final,
+    directory,
+    *policies.finished(given, policy, {**base, **state.params}, settings),
+  )
 
 
 def _check_rows(settings: Settings, mesh) -> None:

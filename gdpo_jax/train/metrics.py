@@ -105,6 +105,8 @@ def controller_metrics(settings, controllers) -> dict[str, float]:
     row['kl/coef'] = float(controllers['kl'].coef)
   if settings.entropy_coef:
     row['entropy_coef'] = float(controllers['entropy_coef'])
+  if settings.subpolicy_rank:
+    row['fusion/entropy_coef'] = float(controllers['fusion_entropy_coef'])
   return row
 
 

@@ -21,6 +21,9 @@ ACTIONS = ('off', 'warn', 'adjust', 'stop')
 # Steps between two adjustments for the same alarm: the first must get a chance
 # to work.
 PATIENCE = 5
+# What an entropy bonus on the fusion weights is raised to when they collapse,
+# and what it starts from where it was 0 and they oscillate.
+FUSION_FLOOR, FUSION_START = 0.01, 1e-3
 
 
 class Event(NamedTuple):
@@ -107,14 +110,16 @@ class Monitor:
   def factors(self) -> dict[str, float]:
     """What adjustments multiply at the moment; empty where all is as set.
 
-    Keys are 'learning_rate' and 'entropy_coef'.
+    Keys are those of `Adjustment.what`; 'head_rate/NAME' for a head.
     """
     out: dict[str, float] = {}
-    for (name, _), alarm in self._alarms.items():
+    for (name, subject), alarm in self._alarms.items():
       change = _rule(self.rules, name).adjustment
       if alarm.adjusted and change:
-        factor = change.factor**alarm.adjusted
-        out[change.what] = out.get(change.what, 1.0) * factor
+        factor, what = change.factor**alarm.adjusted, change.what
+        if what == 'head_rate':
+          what = f'{what}/{subject}'
+        out[what] = out.get(what, 1.0) * factor
     return out
 
   @property
@@ -191,6 +196,11 @@ class Monitor:
       f'{change.factor**alarm.adjusted:.3g} times what was set, until the '
       'alarm is over.'
     )
+    if change.what == 'fusion_entropy_floor':
+      text = (
+        f'{rule.name}: fusion_entropy_coef is at least {FUSION_FLOOR} until the '
+        'alarm is over.'
+      )
     return [Event(step, rule.name, alarm.finding.subject, 'adjusted', text)]
 
 

@@ -1,18 +1,35 @@
 """The policy of a run: the given one, with what the settings put beside it."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import optax
 
-from gdpo_jax.policy import lora
+from gdpo_jax.policy import decoupled, lora
 from gdpo_jax.policy.policy import Policy
+from gdpo_jax.train import subpolicies
 from gdpo_jax.train.settings import Settings
 
 
-def adapted(policy: Policy, settings: Settings) -> Policy:
-  """`policy` with the adapters of the settings, or itself."""
+def adapted(
+  policy: Policy, settings: Settings, names: tuple[str, ...]
+) -> Policy:
+  """`policy` with the sub-policies and adapters of the settings.
+
+  Args:
+    names: of the declared rewards.
+  """
+  if settings.subpolicy_rank and not policy.heads:
+    subpolicies.check(settings, names)
+    spec = decoupled.Decoupled(
+      names,
+      settings.subpolicy_rank,
+      settings.fusion_width,
+      settings.subpolicy_isolation,
+    )
+    policy = decoupled.adapt(policy, spec)
   return lora.adapt(policy, settings.lora) if settings.lora else policy
 
 
@@ -37,7 +54,15 @@ def plain(start: Any, trained: Any, settings: Settings) -> Any:
     trained: what its state holds: all of it, or the adapters over `start`.
   Returns:
     adapters merged, a value head left out; a tree like `start`.
+  Raises:
+    ValueError: there are sub-policies, whose mixture is no plain policy.
   """
+  if 'heads' in trained:
+    raise ValueError(
+      'the run has sub-policies, and their mixture is no single model; go on '
+      'with the policy that `train` returns, or take one of them '
+      '(policy.decoupled.alone).'
+    )
   whole = {**start, **trained}
   if settings.lora:
     whole = lora.merge(whole, settings.lora)
@@ -60,3 +85,22 @@ def check_base(saved: float, base: Any) -> None:
       f'the checkpoint was made over a base of norm {saved:.6g}, this one has '
       f'{now:.6g}; give the same model, or choose another directory.'
     )
+
+
+def finished(
+  given: Policy, policy: Policy, params: Any, settings: Settings
+) -> tuple[Policy, Any]:
+  """(policy, parameters) to go on with: adapters merged, no value head.
+
+  Args:
+    given: before `adapted`.
+    params: the whole tree of `policy`.
+  """
+  params = {name: tree for name, tree in params.items() if name != 'value'}
+  if not settings.lora:
+    return policy, params
+  merged = jax.jit(lora.merge, static_argnums=1)(params, settings.lora)
+  if policy.heads:
+    without = dataclasses.replace(settings, lora_rank=0)
+    return adapted(given, without, policy.heads), merged
+  return given, merged

@@ -14,6 +14,8 @@ from gdpo_jax.train.rules import (
   early_oscillation,
   entropy_collapse,
   entropy_rise,
+  fusion_collapse,
+  fusion_oscillates,
   head_dead,
   kl_high,
   late_drop,
@@ -29,7 +31,9 @@ from gdpo_jax.train.rules import (
 class Adjustment(NamedTuple):
   """What `action='adjust'` multiplies while the alarm lasts."""
 
-  what: str  # 'learning_rate' or 'entropy_coef'
+  # 'learning_rate', 'entropy_coef', 'fusion_entropy_coef',
+  # 'fusion_entropy_floor', or 'head_rate' of the head that was found
+  what: str
   factor: float
   repeats: int  # how often at most, if the alarm goes on
 
@@ -179,5 +183,26 @@ RULES = (
     'still tells rows apart.',
     head_dead,
     release=1e-2,
+    adjustment=Adjustment('head_rate', 1.1, 10),
+  ),
+  Rule(
+    'fusion_oscillates',
+    0.1,
+    f'mean jump of a mixing weight from step to step, over {WINDOW} steps',
+    'Raise fusion_entropy_coef by half (from 0: to 1e-3), lower the learning '
+    'rate, or take larger batches.',
+    fusion_oscillates,
+    release=0.05,
+    adjustment=Adjustment('fusion_entropy_coef', 1.5, 4),
+  ),
+  Rule(
+    'fusion_collapse',
+    0.05,
+    f'of the entropy of equal mixing weights, mean of {WINDOW} steps',
+    'Set fusion_entropy_coef to 0.01. If one head is meant to win, a plain '
+    'policy does the same for less.',
+    fusion_collapse,
+    release=0.2,
+    adjustment=Adjustment('fusion_entropy_floor', 1.0, 1),
   ),
 )

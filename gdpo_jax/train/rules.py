@@ -359,14 +359,50 @@ def late_drop(history, about, threshold):
   return out
 
 
+def _keys(row: Row, start: str, end: str) -> list[str]:
+  return [k for k in row if k.startswith(start) and k.endswith(end)]
+
+
+def fusion_oscillates(history, about, threshold):
+  """The mixing weights of a decoupled policy jump from step to step."""
+  jumps = {}
+  for key in _keys(history[-1], 'fusion/', '/weight'):
+    seen = values(history, key, WINDOW + 1)
+    if len(seen) == WINDOW + 1:
+      pairs = zip(seen, seen[1:], strict=False)
+      jumps[key] = statistics.fmean(abs(b - a) for a, b in pairs)
+  if not jumps or max(jumps.values()) <= threshold:
+    return []
+  key = max(jumps, key=jumps.get)
+  return [
+    Finding(
+      'fusion',
+      f'the weight of head {key.split("/")[1]} jumps by {jumps[key]:.2g} a step.',
+    )
+  ]
+
+
+def fusion_collapse(history, about, threshold):
+  """One head of a decoupled policy has all the weight."""
+  heads = len(_keys(history[-1], 'fusion/', '/weight'))
+  entropy = full_window(history, 'fusion/entropy')
+  if heads < 2 or entropy is None or entropy >= threshold * math.log(heads):
+    return []
+  return [
+    Finding(
+      'fusion',
+      f'the fusion weights have an entropy of {entropy:.2g} nats, of '
+      f'{math.log(heads):.2g} for {heads} heads.',
+    )
+  ]
+
+
 def head_dead(history, about, threshold):
   """A head of a decoupled policy gets hardly any gradient."""
-  keys = [
-    key
-    for key in history[-1]
-    if key.startswith('heads/') and key.endswith('/grad_norm')
-  ]
-  norms = {key: full_window(history, key) for key in keys}
+  # heads have a gradient in their turn only
+  turns = [row for row in history if _keys(row, 'heads/', '/grad_norm')]
+  keys = _keys(turns[-1], 'heads/', '/grad_norm') if turns else []
+  norms = {key: full_window(turns, key) for key in keys}
   if len(keys) < 2 or None in norms.values():
     return []
   middle = statistics.median(norms.values())

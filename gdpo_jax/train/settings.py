@@ -11,7 +11,7 @@ import inspect
 
 from gdpo_jax.objectives import advantages, kl, losses
 from gdpo_jax.policy.lora import Lora
-from gdpo_jax.train import monitor, trackers
+from gdpo_jax.train import monitor, policy_settings, trackers
 
 # What the published algorithms choose. Denominators: 'row' is the mean of row
 # means (GRPO), 'token' one mean over all tokens (DAPO), 'constant' the length
@@ -85,6 +85,7 @@ WEIGHT_SCHEDULES = {
   'cosine': 'weight_milestones',
   'gap_driven': 'weight_targets',
   'lagrangian': 'weight_constraints',
+  'sampled': None,
 }
 _UNSET = {'max_rounds': 1, 'overlong_share': 0.0}
 
@@ -154,6 +155,32 @@ class Settings:
   lora_alpha: float = 16.0  # the product counts alpha / rank times
   lora_targets: str = '.*'  # regular expression on 'attn/q', 'mlp/down', ...
   lora_rank_stabilized: bool = False  # alpha / sqrt(rank) instead
+
+  # Sub-policies: one per declared reward, on a shared trunk, mixed token by
+  # token (see policy/decoupled.py and train/subpolicies.py).
+  subpolicy_rank: int = 0  # of each block; 0: none
+  subpolicy_isolation: float = 0.25  # share of its gradient in the trunk
+  subpolicy_every: int = 3  # updates of the trunk per update of the heads
+  subpolicy_cold_start: int = 0  # first updates, in which the heads alone learn
+  subpolicy_rates: str = ''  # '1,0.5': factors of the learning rate, one each
+  subpolicy_frozen: str = ''  # 'short,trunk': rewards, 'trunk', 'fusion'
+  fusion_width: int = 16  # of queries and keys
+  fusion_entropy_coef: float = 0.0  # bonus per nat of the mixing weights
+
+  # ... one of which may learn from scored completions that others write into a
+  # directory while the run goes on (see train/online.py).
+  online_head: str = ''  # its reward; '': none
+  online_dir: str = ''  # where new *.jsonl appear
+  online_every: int = 1  # steps between two looks
+  online_rows: int = 32  # per update
+  online_rate: float = 1e-4  # learning rate of these updates
+
+  # Past policies in 8 bits (see train/snapshots.py).
+  snapshot_every: int = 0  # steps between two; 0: none are kept
+  snapshot_keep: int = 4  # the newest so many
+  snapshot_format: str = 'int8'  # or 'fp8'; errors in policy/eight_bit.py
+  snapshot_use: str = 'sampling'  # or 'reference', of the KL term
+  snapshot_share: float = 0.25  # of the steps that a past policy samples
 
   # How much, how often.
   num_steps: int = 100  # rollout batches
@@ -325,9 +352,7 @@ class Settings:
         raise ValueError(
           f'{name} must not be negative, got {getattr(self, name)}.'
         )
-    if self.lora_rank < 0:
-      raise ValueError(f'lora_rank is at least 0, got {self.lora_rank}.')
-    _ = self.lora  # refuses its own mistakes
+    policy_settings.check(self)
     self._check_controllers()
     self._check_watch()
 

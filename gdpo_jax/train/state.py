@@ -10,6 +10,7 @@ import optax
 
 from gdpo_jax import sharding
 from gdpo_jax.policy import lora
+from gdpo_jax.train import subpolicies
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import TrainState
@@ -32,8 +33,12 @@ def learning_rate_schedule(settings: Settings) -> optax.Schedule:
   return optax.join_schedules([rise, after], [warmup])
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-  """Clip by global norm, then AdamW.
+def make_optimizer(
+  settings: Settings, heads: tuple[str, ...] = ()
+) -> optax.GradientTransformation:
+  """Clip by global norm, then AdamW; with turns where there are sub-policies.
+
+  `heads` are those of the policy.
 
   The learning rate and a factor on it live in the optimizer state
   (`inject_hyperparams`): a rule that halves the factor survives a restart.
@@ -41,12 +46,15 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
   @optax.inject_hyperparams
   def adamw(learning_rate, factor):
-    return optax.adamw(
-      learning_rate * factor,
-      b1=settings.adam_b1,
-      b2=settings.adam_b2,
-      weight_decay=settings.weight_decay,
-    )
+    def make():
+      return optax.adamw(
+        learning_rate * factor,
+        b1=settings.adam_b1,
+        b2=settings.adam_b2,
+        weight_decay=settings.weight_decay,
+      )
+
+    return subpolicies.by_part(settings, heads, make) if heads else make()
 
   return optax.chain(
     optax.clip_by_global_norm(settings.clip_norm),

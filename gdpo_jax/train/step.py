@@ -10,6 +10,7 @@ advantages are all zero can be left out of the forward pass without changing
 loss or gradient.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from gdpo_jax.objectives import kl, losses
 from gdpo_jax.objectives.masked import Mean
 from gdpo_jax.policy import lora
 from gdpo_jax.train import state as state_lib
+from gdpo_jax.train import subpolicies
 from gdpo_jax.train.settings import Settings, asked_for
 from gdpo_jax.types import Array, Batch, Rollout, TrainState
 
@@ -78,16 +80,22 @@ def make_loss(policy, settings: Settings) -> Callable:
 
   def loss_fn(params, controllers, batch: Batch, denominator):
     mask = row_mask(batch)
-    logp, entropy, *values = policy.log_probs(
+    turn, options = None, {}
+    if batch.head_advantages is not None:
+      turn = subpolicies.heads_turn(settings, controllers['updates'])
+      options = {'turn': turn}
+    logp, entropy, *more = policy.log_probs(
       params,
       batch.rollout,
       group_size=settings.group_size,
       temperature=settings.temperature,
       with_values=settings.has_value_head,
+      **options,
     )
     clip = clip_of(settings, controllers['update_kl'])
     old_logp, advantages = batch.old_logp, batch.advantages
     sampler_logp, metrics = batch.rollout.logp, {}
+    weight = jnp.ones((1, 1))
     if settings.importance_cap is not None:
       if settings.updates_per_step == 1:
         old_logp = jax.lax.stop_gradient(logp)  # the same, without a pass
@@ -102,15 +110,15 @@ def make_loss(policy, settings: Settings) -> Callable:
         ),
       }
     surrogate = (logp, old_logp, advantages, mask)
-    loss = policy_loss(
-      *surrogate,
-      denominator,
+    surrogate_loss = functools.partial(
+      policy_loss,
       **asked_for(
         policy_loss,
         **clip,
         entropy_scale=settings.entropy_scaled_clip * settings.entropy_coef,
       ),
     )
+    loss = surrogate_loss(*surrogate, denominator)
     metrics |= {
       'entropy': Mean.of(entropy, mask),
       'sampler_mismatch': Mean.of(jnp.abs(logp - sampler_logp), mask),
@@ -130,9 +138,25 @@ def make_loss(policy, settings: Settings) -> Callable:
       loss += losses.entropy_bonus(
         entropy, mask, denominator, controllers['entropy_coef']
       )
+    if turn is not None:
+      own, own_metrics = subpolicies.loss(
+        settings,
+        surrogate_loss,
+        policy.heads,
+        logp,
+        more[0],
+        old_logp,
+        weight[..., None] * batch.head_advantages[:, None],
+        mask,
+        denominator,
+        turn,
+        controllers['fusion_entropy_coef'],
+      )
+      loss += own
+      metrics |= own_metrics
     if settings.has_value_head:
       value_loss = losses.value_loss(
-        values[0],
+        more[0],
         batch.old_values,
         batch.returns,
         mask,
@@ -140,9 +164,9 @@ def make_loss(policy, settings: Settings) -> Callable:
         settings.value_clip,
       )
       loss += settings.value_coef * value_loss
-      error = jnp.square(batch.returns - values[0])
+      error = jnp.square(batch.returns - more[0])
       metrics |= {
-        'value/mean': Mean.of(values[0], mask),
+        'value/mean': Mean.of(more[0], mask),
         'value/squared_error': Mean.of(error, mask),
       }
     return loss, jax.lax.stop_gradient(metrics)
@@ -179,7 +203,10 @@ def make_train_step(
   num_micro = settings.prompts_per_update // micro
   # With another term a group without advantages still has a gradient.
   may_skip = not (
-    settings.kl_in_loss or settings.entropy_coef or settings.has_value_head
+    settings.kl_in_loss
+    or settings.entropy_coef
+    or settings.has_value_head
+    or policy.heads
   )
 
   def by_micro_batch(x, order):
@@ -206,6 +233,8 @@ def make_train_step(
 
     grad_fn = jax.value_and_grad(trained_loss, has_aux=True)
     denominator = loss_denominator(settings, row_mask(batch))
+    # The loss asks whose turn it is; that is known from the state alone.
+    controllers = dict(state.controllers, updates=state.updates)
     pushed = (batch.advantages != 0).reshape(batch.row_valid.shape[0], -1)
     alive = jnp.any(
       (jnp.any(pushed, axis=1) & batch.row_valid).reshape(-1, group), axis=1
@@ -226,7 +255,7 @@ def make_train_step(
           (rows, denominator), sharding.rows(mesh)
         )
       (loss, metrics), grads = grad_fn(
-        state.params, state.controllers, rows, denominator
+        state.params, controllers, rows, denominator
       )
       # A sum over micro-batches that is whole on every device would not fit.
       grads = jax.lax.with_sharding_constraint(grads, placed.params)
@@ -260,6 +289,10 @@ def make_train_step(
       ),
       'learning_rate': Mean(state_lib.learning_rate(opt), one),
     }
+    if policy.heads:
+      metrics |= subpolicies.gradient_norms(
+        grads, policy.heads, subpolicies.heads_turn(settings, state.updates)
+      )
     # A batch without a single token says nothing about the KL.
     update_kl = metrics['kl/to_sampler']
     measured = finite & (update_kl.count > 0)

@@ -22,9 +22,11 @@ from gdpo_jax.train import (
   monitor,
   pareto,
   rules,
+  subpolicies,
 )
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train import trackers as trackers_lib
+from gdpo_jax.train.monitor import FUSION_FLOOR, FUSION_START
 from gdpo_jax.train.page import html
 from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
@@ -61,6 +63,7 @@ class Watch:
     """
     self._directory, self._settings = directory, settings
     self._progress = progress
+    self._heads = [r.name for r in rewards] if settings.subpolicy_rank else []
     writes = processes.is_first()
     self._writer = metrics.NoWriter()
     if writes:
@@ -163,7 +166,14 @@ class Watch:
     factors = self.monitor.factors
     state = state_lib.with_rate_factor(state, factors.get('learning_rate', 1.0))
     coef = self._settings.entropy_coef * factors.get('entropy_coef', 1.0)
-    return state_lib.with_entropy_coef(state, coef)
+    state = state_lib.with_entropy_coef(state, coef)
+    coef = self._settings.fusion_entropy_coef
+    if 'fusion_entropy_coef' in factors:
+      coef = max(coef, FUSION_START) * factors['fusion_entropy_coef']
+    if 'fusion_entropy_floor' in factors:
+      coef = max(coef, FUSION_FLOOR)
+    rates = [factors.get(f'head_rate/{name}', 1.0) for name in self._heads]
+    return subpolicies.adjusted(state, coef, rates)
 
   def _report(self, finished: bool = False) -> None:
     """Never the reason for a run to end."""

@@ -99,3 +99,20 @@ def test_lagrangian_at_least_and_bounds():
     schedules.lagrangian([1.0], [schedules.Constraint(3, 1.0)])
   with pytest.raises(ValueError, match='at least 0'):
     schedules.lagrangian([-1.0], [schedules.Constraint(0, 1.0)])
+
+
+def test_sampled_weights_are_uniform_on_the_simplex_of_the_declared_sum():
+  schedule = schedules.sampled([2.0, -1.0, 0.0], seed=3)
+  got = weights_over(schedule, [[NAN] * 3] * 400)
+  np.testing.assert_allclose(np.abs(got).sum(1), 3, rtol=1e-5)
+  assert (got[:, 0] >= 0).all() and (got[:, 1] <= 0).all()
+  assert (got[:, 2] == 0).all()
+  # uniform: mean 1/2 and variance 1/12 of a share of two
+  share = got[:, 0] / 3
+  assert share.mean() == pytest.approx(1 / 2, abs=0.06)
+  assert share.var() == pytest.approx(1 / 12, rel=0.15)
+  # a step does not depend on the ones before it, nor two seeds on each other
+  state = schedule.init()._replace(step=jnp.int32(6))
+  np.testing.assert_array_equal(schedule.update(state, None).weights, got[7])
+  other = weights_over(schedules.sampled([2.0, -1.0, 0.0], 4), [[NAN] * 3])
+  assert abs(other[0] - got[0]).max() > 0.01

@@ -9,29 +9,13 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+from small_models import small_config
 
 from gdpo_jax.policy import hf, lora, peft
-from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.types import Rollout
 
 SPEC = lora.Lora(4, alpha=6.0)
-
-
-def small_config(**changes):
-  base = {
-    'family': 'llama',
-    'vocab_size': 48,
-    'width': 32,
-    'num_layers': 2,
-    'num_heads': 4,
-    'num_kv_heads': 2,
-    'head_dim': 8,
-    'mlp_width': 40,
-    'tied': True,
-    'eos_ids': (1,),
-  }
-  return PolicyConfig(**{**base, **changes})
 
 
 @pytest.fixture(scope='module')

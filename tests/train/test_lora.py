@@ -85,7 +85,7 @@ def test_meshes_agree_with_one_device(policy, params, batch, shape):
     lora_rank=2,
     learning_rate=1e-2,
   ).resolve()
-  policy = adapted(policy, s)
+  policy = adapted(policy, s, ('a', 'b'))
   params = complete(policy, params, 0)
   _, base = lora.split(params)
   optimizer = make_optimizer(s)

@@ -165,3 +165,24 @@ def test_factors_reach_the_optimizer_and_are_taken_back():
   # nothing is moved where nothing changes
   same = state_lib.with_entropy_coef(state, 0.01)
   assert same.controllers['entropy_coef'] is state.controllers['entropy_coef']
+
+
+def test_a_dead_head_gets_a_tenth_more_until_it_lives():
+  """Only its own rate; logged; back to what was set."""
+  watching = monitor.Monitor(ABOUT, 'head_dead=adjust')
+  events, factors = [], []
+  for step, row in enumerate(run_histories.run(60), 1):
+    dead = step <= 24
+    row |= {
+      'heads/a/grad_norm': 1.0,
+      'heads/b/grad_norm': 1e-6 if dead else 1.0,
+    }
+    events += watching.check(step, row)
+    factors.append(watching.factors.get('head_rate/b', 1.0))
+  assert [e.kind for e in events if e.rule == 'head_dead'] == [
+    'alarm',
+    *['adjusted'] * 3,
+    'over',
+  ]
+  assert max(factors) == pytest.approx(1.1**3) and factors[-1] == 1.0
+  assert 'head_rate/a' not in watching.factors

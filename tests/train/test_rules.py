@@ -214,6 +214,35 @@ def test_a_dead_head():
   assert found.subject == 'b'
 
 
+def test_a_dead_head_is_seen_although_heads_have_turns():
+  history = run_histories.run(31)
+  for r in history[1::3]:
+    r.update({f'heads/{n}/grad_norm': 1.0 for n in 'ab'})
+    r['heads/b/grad_norm'] = 1e-5
+  (found,) = find('head_dead', history)
+  assert found.subject == 'b'
+  assert find('head_dead', history[:20]) == []  # too few turns to say
+
+
+def fused(weights, **more):
+  history = run_histories.run(len(weights))
+  for r, w in zip(history, weights, strict=True):
+    r |= {'fusion/a/weight': w, 'fusion/b/weight': 1 - w, **more}
+  return history
+
+
+def test_fusion_that_oscillates_and_fusion_that_collapses():
+  assert find('fusion_oscillates', fused([0.5, 0.52] * 8)) == []
+  (found,) = find('fusion_oscillates', fused([0.3, 0.7] * 8))
+  assert 'jumps by 0.4 a step' in found.sentence
+  even = {'fusion/entropy': 0.69}
+  assert find('fusion_collapse', fused([0.5] * 12, **even)) == []
+  (found,) = find(
+    'fusion_collapse', fused([1.0] * 12, **{'fusion/entropy': 0.01})
+  )
+  assert '0.01 nats, of 0.69 for 2 heads' in found.sentence
+
+
 def test_batch_size_is_judged_per_reward_and_in_all():
   history = run_histories.run(1)
   assert find('batch_small', history) == []

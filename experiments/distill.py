@@ -1,0 +1,86 @@
+"""Finished runs as teachers, one policy as their student.
+
+  python experiments/distill.py runs/correct runs/short --shares=1,1 \\
+    --out=runs/student --steps=100
+
+The student starts where the first teacher started, and answers that teacher's
+problems; see gdpo_jax/train/distill.py. Teachers that know one reward each are
+runs with the others' weights at 0 (--config.task.weights.length=0). Writes a
+directory for transformers, and log.jsonl beside it.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+
+import launcher
+import run as runs
+
+from gdpo_jax.policy import hf
+from gdpo_jax.train.distill import distill
+
+
+def main(argv=None) -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('teachers', nargs='+', type=pathlib.Path)
+  parser.add_argument(
+    '--shares', help='one for each teacher; equal if left out'
+  )
+  parser.add_argument('--out', type=pathlib.Path, default='runs/student')
+  parser.add_argument('--steps', type=int, default=100)
+  parser.add_argument('--learning_rate', type=float, default=1e-4)
+  parser.add_argument('--seed', type=int, default=0)
+  args = parser.parse_args(argv)
+  launcher.use_compilation_cache()
+  try:
+    _distill(args)
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(2)
+
+
+def _distill(args) -> None:
+  found = [runs.open_run(directory) for directory in args.teachers]
+  first = found[0]
+  student = launcher.load_model(first.config)
+  kept = first.directory / 'warm_start'
+  if kept.is_dir():
+    student = student._replace(params=hf.load(kept)[1])
+  settings = dataclasses.replace(
+    first.settings,
+    num_steps=args.steps,
+    learning_rate=args.learning_rate,
+    seed=args.seed,
+  )
+  task = launcher.task_function(first.config.experiment)(first.config)
+  shares = [1.0] * len(found)
+  if args.shares:
+    shares = [float(share) for share in args.shares.split(',')]
+  args.out.mkdir(parents=True, exist_ok=True)
+  with (args.out / 'log.jsonl').open('w', encoding='utf-8') as log:
+
+    def report(step, row):
+      log.write(json.dumps({'step': step, **row}) + '\n')
+      if step % 10 == 0 or step == args.steps:
+        print(f'{step}/{args.steps}  gap {row["distill/gap"]:.3f} nats/token')
+
+    params = distill(
+      launcher.policy_of(student.config, settings),
+      student.params,
+      [(one.policy, one.model.params) for one in found],
+      shares,
+      student.tokenizer,
+      task.train,
+      settings,
+      report,
+    )
+  hf.save(args.out, student.config, params, student.tokenizer, 'float32')
+  print(args.out)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,62 @@
+"""The comparison of policies: every method resolves, starts are shared."""
+
+import ast
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+from gdpo_jax.train.settings import Settings
+
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / 'experiments'
+sys.path.insert(0, str(EXPERIMENTS))
+
+import conflict  # noqa: E402
+
+
+def tiny_conflict():
+  spec = importlib.util.spec_from_file_location('configs', conflict.CONFIG)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config('tiny_conflict')
+
+
+@pytest.mark.parametrize('name', conflict.VARIANTS)
+def test_every_method_is_one_that_can_run(name):
+  variant = conflict.VARIANTS[name]
+  config = tiny_conflict()
+  config.algorithm = variant.algorithm
+  for text in variant.settings:
+    field, value = text.split('=')
+    old = config[field]
+    config[field] = (
+      type(old)(value) if isinstance(old, str) else ast.literal_eval(value)
+    )
+  fields = [field.name for field in dataclasses.fields(Settings)]
+  s = Settings(**{field: config[field] for field in fields}).resolve()
+  assert bool(s.subpolicy_rank) == (name in ('gdpo_heads', 'decoupled'))
+  assert s.has_value_head == (name == 'ppo')
+  assert not config.task.conditioned and not config.task.with_format
+
+
+def test_runs_of_a_seed_share_the_start_that_one_of_them_made(tmp_path):
+  conflict.share_start(tmp_path, 0)  # nothing yet
+  first, *others = conflict.VARIANTS.values()
+  made = tmp_path / first.directory / '0' / 'warm_start'
+  made.mkdir(parents=True)
+  (made / 'model.safetensors').write_bytes(b'weights')
+  conflict.share_start(tmp_path, 0)
+  for variant in others:
+    kept = tmp_path / variant.directory / '0' / 'warm_start'
+    assert (kept / 'model.safetensors').read_bytes() == b'weights'
+    assert not (tmp_path / variant.directory / '1').exists()
+  conflict.share_start(tmp_path, 0)  # again changes nothing
+
+
+def test_mistakes_are_refused(capsys):
+  for wrong in (['--only=gdpoo'], ['--confg.seed=1']):
+    with pytest.raises(SystemExit):
+      conflict.main(wrong)
+  assert 'gdpoo' in capsys.readouterr().err
