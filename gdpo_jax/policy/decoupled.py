@@ -249,7 +249,7 @@ def _normalizer(states, log_w, logp, head, targets, temperature, dtype):
   shift = (log_w - (picked - logp)).reshape(-1, num, 1)
   states = states.reshape(-1, width)
   block = max(lm_head.MIN_BLOCK, lm_head.BLOCK_BYTES // (4 * len(states)))
-  block = min(block, head.shape[0])
+  block = lm_head.block_size(head.shape[0], block)
 
   @jax.checkpoint
   def step(carry, xs):

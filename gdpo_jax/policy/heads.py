@@ -61,7 +61,7 @@ def token_log_probs(
   if block_bytes is None:
     block_bytes, least = BLOCK_BYTES, MIN_BLOCK
   most = max(least, block_bytes // (4 * num_rows * length))
-  block = _block_size(vocab_size, most)
+  block = block_size(vocab_size, most)
   # z / temperature, at the width of a state instead of a vocabulary
   hidden = (hidden / temperature).reshape(-1, width)
   hidden = sharding.constrain(hidden, 'rows')
@@ -69,7 +69,7 @@ def token_log_probs(
   return tuple(x.reshape(num_rows, length) for x in out)
 
 
-def _block_size(vocab_size: int, most: int) -> int:
+def block_size(vocab_size: int, most: int) -> int:
   """Tokens of a block: a divisor of V near `most`, where there is one.
 
   Else the last block is filled up, which copies the head and its gradient.

@@ -103,7 +103,7 @@ def test_mixture_equals_the_written_out_sum(
   policy, params, rollout, temperature, monkeypatch
 ):
   monkeypatch.setattr(lm_head, 'BLOCK_BYTES', 4)
-  monkeypatch.setattr(lm_head, 'MIN_BLOCK', 20)  # blocks of 20, 20 and 8
+  monkeypatch.setattr(lm_head, 'MIN_BLOCK', 20)  # three blocks
   jax.clear_caches()
 
   def scores(params):
