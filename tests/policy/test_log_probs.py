@@ -195,9 +195,9 @@ def test_blocks_change_nothing():
 def test_even_blocks_where_there_are_some():
   """150,000 and the vocabularies of Llama 3 and Qwen, about 1,024 at once."""
   for size, block in ((150_000, 1000), (128_256, 1002), (151_936, 1187)):
-    assert heads._block_size(size, 1024) == block
-  assert heads._block_size(1009 * 1013, 100) == 100  # no divisor near it
-  assert heads._block_size(50, 1024) == 50
+    assert heads.block_size(size, 1024) == block
+  assert heads.block_size(1009 * 1013, 100) == 100  # no divisor near it
+  assert heads.block_size(50, 1024) == 50
 
 
 def test_no_array_of_rows_by_tokens_by_vocabulary():
