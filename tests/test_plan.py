@@ -3,10 +3,11 @@
 import dataclasses
 
 import pytest
-from tiny_runs import byte_model, settings, train
+from tiny_runs import byte_model, digits, settings, task, train
 
 from gdpo_jax import sharding
 from gdpo_jax.policy.config import PolicyConfig
+from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.train import loop
 from gdpo_jax.train.settings import Settings
 from launch import hlo, plan
@@ -168,7 +169,8 @@ def test_the_plan_lowers_the_program_that_the_run_compiles(
   monkeypatch.setattr(loop, 'make_train_step', spied)
   policy, params = byte_model()
   s = settings(num_steps=1, mesh_data=2, mesh_fsdp=2)
-  train((policy, params), tmp_path, s, heldout=[])
+  one = task(Reward(digits))  # the state of a plan is that of one reward
+  train((policy, params), tmp_path, s, the_task=one, heldout=[])
   s = s.resolve()
   mesh = sharding.make_mesh(s.mesh_data, s.mesh_fsdp, s.mesh_tensor)
   lowered, _ = plan.Plan(policy.config, s, mesh).lower_train_step()
