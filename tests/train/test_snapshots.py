@@ -54,7 +54,11 @@ def test_store_is_bounded_and_gives_back_what_it_kept(tmp_path, kind):
 
 def rows_of(result):
   return [
-    {k: v for k, v in row.items() if not k.startswith(('time/', 'throughput/'))}
+    {
+      k: v
+      for k, v in row.items()
+      if not k.startswith(('time/', 'throughput/', 'memory/'))
+    }
     for row in result.history
     if 'loss' in row
   ]

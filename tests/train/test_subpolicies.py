@@ -139,7 +139,11 @@ def test_advantages_are_those_of_each_reward_alone():
 
 def rows_of(result):
   return [
-    {k: v for k, v in row.items() if not k.startswith(('time/', 'throughput/'))}
+    {
+      k: v
+      for k, v in row.items()
+      if not k.startswith(('time/', 'throughput/', 'memory/'))
+    }
     for row in result.history
     if 'loss' in row
   ]
