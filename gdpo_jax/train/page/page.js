@@ -199,11 +199,12 @@
       .sort((a, b) => Math.abs(row.weighted[b]) - Math.abs(row.weighted[a]))
       .map((n) => `${n} ${row.weighted[n] > 0 ? 'raises' : 'lowers'} it by ` +
         show(Math.abs(row.weighted[n])));
-    const silent = run.names.filter((n) => row.weighted?.[n] === 0);
-    const absent = run.names.filter((n) => !isNumber(row.rewards[n]));
     const dropped = run.names.filter((n) =>
       isNumber(row.rewards[n]) && isNumber(row.shaped?.[n]) &&
       row.shaped[n] !== row.rewards[n]);
+    const silent = run.names.filter((n) =>
+      row.weighted?.[n] === 0 && !dropped.includes(n));
+    const absent = run.names.filter((n) => !isNumber(row.rewards[n]));
     let text = parts.length
       ? `Against the other answers to this prompt, ${parts.join('; ')}.`
       : 'No reward tells this answer from the others to this prompt.';
