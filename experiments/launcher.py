@@ -33,6 +33,8 @@ from gdpo_jax.train.progress import Progress
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.types import Batch, Prompts, Rollout
 
+# Of rewards, where a step is only built and sub-policies need some.
+NAMES = ('first', 'second')
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 
 
@@ -274,8 +276,7 @@ def dry_run(config: PolicyConfig, settings: Settings) -> dict[str, float]:
   shapes on a mesh of this machine's devices; returns sizes in GiB (whole job,
   not per device).
   """
-  names = ('first', 'second')  # of rewards, where sub-policies need some
-  policy = policies.adapted(policy_of(config, settings), settings, names)
+  policy = policies.adapted(policy_of(config, settings), settings, NAMES)
   optimizer = state.make_optimizer(settings, policy.heads)
   mesh = sharding.make_mesh(
     settings.mesh_data, settings.mesh_fsdp, settings.mesh_tensor
@@ -354,5 +355,7 @@ def abstract_batch(settings: Settings, rows: int) -> Batch:
     row_valid=array(rows, dtype='bool'),
     old_values=logp if settings.has_value_head else None,
     returns=logp if settings.has_value_head else None,
-    head_advantages=array(rows, 2) if settings.subpolicy_rank else None,
+    head_advantages=array(rows, len(NAMES))
+    if settings.subpolicy_rank
+    else None,
   )

@@ -113,9 +113,9 @@ class Plan:
   def __init__(self, shape, settings: Settings, mesh):
     self.settings, self.mesh = settings, mesh
     self.policy = policies.adapted(
-      launcher.policy_of(shape, settings), settings
+      launcher.policy_of(shape, settings), settings, launcher.NAMES
     )
-    self.optimizer = state_lib.make_optimizer(settings)
+    self.optimizer = state_lib.make_optimizer(settings, self.policy.heads)
     state = state_lib.abstract_state(self.policy, self.optimizer, settings)
     self.state = placed(state, state_lib.state_shardings(mesh, state))
     params = jax.eval_shape(self.policy.init, jax.random.key(0))
