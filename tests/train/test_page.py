@@ -28,6 +28,8 @@ def write_run(directory, num_steps, every=10):
       for kind in ('counterfactual/cosine', 'counterfactual/sign_flips')
       for pair in pairs
     }
+    # steady, or a rule would have something to say
+    row |= {'value/bias': 0.1, 'fusion/right/weight': 0.5}
     row |= {
       name: float(rng.random())
       for name in (
@@ -36,7 +38,7 @@ def write_run(directory, num_steps, every=10):
         'completions/up/mean_length', 'completions/down/mean_length',
         'completions/clipped_ratio', 'completions/up/clipped_ratio',
         'clip_ratio/region_mean', 'learning_rate', 'sampler_mismatch',
-        'value/bias', 'heads/right/grad_norm', 'fusion/right/weight',
+        'heads/right/grad_norm',
         'time/update', 'time/rewards', 'throughput/tokens_per_second',
         'throughput/tflops', 'throughput/mfu', 'frac_reward_zero_std',
       )
