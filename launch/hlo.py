@@ -76,8 +76,8 @@ def count(
 
   Args:
     unknown_trips: of loops whose length the text does not say.
-    once: collectives of operations with this in their name are counted in
-      `once_bytes` alone.
+    once: collectives of operations whose name this pattern finds are counted
+      in `once_bytes` alone.
   """
   computations, entry = _parse(text)
   memo: dict[str, Counts] = {}
@@ -95,7 +95,7 @@ def count(
       kind = op.opcode.removesuffix('-start')
       if kind in ('dot', 'convolution'):
         total.flops += _product_flops(op, instructions)
-      elif kind in _KINDS and once and once in op.attributes:
+      elif kind in _KINDS and once and re.search(once, op.attributes):
         total.once_bytes += _ring_bytes(kind, op)
       elif kind in _KINDS and not op.opcode.endswith('-done'):
         total.collective_bytes[kind] += _ring_bytes(kind, op)

@@ -54,6 +54,9 @@ HBM_GIB = {
   'TPU v6 lite': 32.0,
 }
 
+# Names of the operations that make them; the decode step is a `jit` inside.
+WEIGHTS_OF_A_ROLLOUT = r'jit\(unstack\)|jit\(decode\)/sharding_constraint'
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -218,7 +221,7 @@ def compiled(lowered: jax.stages.Lowered, arguments: int, trips=1) -> Part:
     memory.argument_size_in_bytes,
     outputs,
     max(0, temporary),
-    hlo.count(done.as_text(), trips, once='rollout_params'),
+    hlo.count(done.as_text(), trips, once=WEIGHTS_OF_A_ROLLOUT),
     spent,
   )
 
