@@ -8,6 +8,7 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=4')
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
+import hypothesis
 import jax
 import pytest
 
@@ -23,6 +24,13 @@ def pytest_addoption(parser):
   parser.addoption(
     '--slow', action='store_true', help='run the tests marked slow as well'
   )
+
+
+def pytest_configure(config):
+  # The same examples every time; `make test-slow` looks for new ones.
+  hypothesis.settings.register_profile('steady', derandomize=True)
+  if not config.getoption('--slow'):
+    hypothesis.settings.load_profile('steady')
 
 
 def pytest_collection_modifyitems(config, items):
