@@ -51,6 +51,7 @@ def parts_of(state):
   return own, (rest, {n: x[0] for n, x in heads.items()})
 
 
+@pytest.mark.slow
 def test_a_second_process_feeds_a_live_run(tmp_path):
   inbox = tmp_path / 'inbox'
   inbox.mkdir()

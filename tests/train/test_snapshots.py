@@ -64,6 +64,7 @@ def rows_of(result):
   ]
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_from_its_past_resumes_exactly(tmp_path):
   changes = {
     'snapshot_every': 1,

@@ -156,6 +156,7 @@ def finished(tmp_path_factory):
   return train(byte_model(), directory, s, heldout=[]), s
 
 
+@pytest.mark.slow
 def test_a_run_over_adapters_on_a_mesh(finished):
   result, _ = finished
   rows = rows_of(result)
@@ -179,6 +180,7 @@ def test_a_run_over_adapters_on_a_mesh(finished):
   assert result.policy.heads == NAMES and 'lora' not in result.params
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted_and_one_device_agrees(finished, tmp_path):
   result, s = finished
   half = {**SUB, 'lora_rank': 2, 'num_steps': 2}
