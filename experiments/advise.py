@@ -202,7 +202,8 @@ def _memory(s: Situation, group: int) -> list[Advice]:
       Advice(
         '',
         'more devices, or LoRA',
-        f'{need / shards:.0f} GiB a device do not fit {s.memory_gib:g} GiB',
+        f'{need / shards:.0f} GiB a device exceed the {usable:.0f} GiB that '
+        f'activations leave of {s.memory_gib:g}',
       )
     )
   if s.model_params >= 1e9:

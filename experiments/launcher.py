@@ -238,8 +238,9 @@ def start(main: Callable[[list[str]], None]) -> None:
     app.run(guarded)
   except (AttributeError, KeyError) as error:
     # a field that no config has; ml_collections names the nearest one
-    name = str(error.args[0]).strip('"\'')
-    print(f'error: no such setting: {name}', file=sys.stderr)
+    told = str(error.args[0]).replace('\\n', '\n').replace("\\'", "'")
+    told = told.strip('"\'').replace("'\n", '\n')
+    print(f'error: no such setting: {told}', file=sys.stderr)
     sys.exit(2)
 
 

@@ -94,7 +94,7 @@ class Progress:
       )
       self._console.print(
         f'step {step}/{self._num_steps}  {rewards}  '
-        f'length {row["completions/mean_length"]:.1f}  '
+        f'tokens {row["completions/mean_length"]:.1f}  '
         f'{row["throughput/tokens_per_second"]:.0f} tokens/s  '
         f'{self._time_left()} left',
         soft_wrap=True,
@@ -140,7 +140,7 @@ class Progress:
     if row:
       head.append(
         f'   {row["throughput/tokens_per_second"]:.0f} tokens/s'
-        f'   length {row["completions/mean_length"]:.1f}'
+        f'   tokens {row["completions/mean_length"]:.1f}'
         f'   grad {row.get("grad_norm", 0.0):.2f}'
       )
     table = rich.table.Table(box=None, pad_edge=False)

@@ -43,7 +43,7 @@ def test_a_log_file_has_one_line_per_step_and_per_word_of_the_rules():
   lines = show().splitlines()
   assert len(lines) == 4 + 2 + 1
   assert lines[0] == 'note: step 1: a step has 8 rows'
-  assert lines[1].startswith('step 1/4  right 0.250  length 12.0  100 tokens/s')
+  assert lines[1].startswith('step 1/4  right 0.250  tokens 12.0  100 tokens/s')
   # brackets are text here, not markup
   assert lines[3] == 'warning: step 2: KL is [high]. Halve the rate.'
   assert not any('\x1b' in line for line in lines)
