@@ -332,6 +332,13 @@ class GDPOTrainer:
     self.output_dir = pathlib.Path(output_dir)
     if not isinstance(model, Pretrained):
       model = weights.load(model)
+    length = settings.max_prompt_tokens + settings.max_new_tokens
+    if length > model.config.max_positions:
+      raise ValueError(
+        f'max_prompt_length {settings.max_prompt_tokens} + max_completion_length '
+        f'{settings.max_new_tokens} exceed the {model.config.max_positions} '
+        'positions of the model; lower either.'
+      )
     self.tokenizer, self.config = model.tokenizer, model.config
     self.params = self._start = model.params
     self.policy = make_policy(

@@ -247,3 +247,11 @@ def test_mistakes_are_said_before_a_model_is_loaded(arguments, message):
 def test_public_names():
   assert gdpo_jax.GDPOTrainer is GDPOTrainer
   assert gdpo_jax.GDPOConfig is GDPOConfig
+
+
+def test_a_length_beyond_the_model_is_said_in_the_names_of_trl(model):
+  args = config(output_dir='runs', max_prompt_length=2**20)
+  with pytest.raises(
+    ValueError, match='max_prompt_length 1048576 .* positions'
+  ):
+    GDPOTrainer(model, [short], args, DATA)
