@@ -115,11 +115,19 @@ class Checkpointer:
   def due(self, step: int) -> bool:
     return bool(self._every) and step % self._every == 0
 
-  def save(self, step: int, state: TrainState, record: dict[str, Any]) -> None:
+  def save(
+    self,
+    step: int,
+    state: TrainState,
+    record: dict[str, Any],
+    flight: dict[str, Any] | None = None,
+  ) -> None:
     """Starts to write; first waits for the write before.
 
     Args:
       record: plain JSON; its 'metrics' are what `Retention` compares.
+      flight: arrays on the host, of a batch that is not trained on yet, the
+        same on every process; `record['flight']` says what they are.
     """
     self.wait()
     if step in self._manager.all_steps():
@@ -127,13 +135,13 @@ class Checkpointer:
     self._metrics[step] = record.get('metrics', {})
     error = None
     try:
-      self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(_storable(state)),
-          record=ocp.args.JsonSave(record),
-        ),
-      )
+      items = {
+        'state': ocp.args.StandardSave(_storable(state)),
+        'record': ocp.args.JsonSave(record),
+      }
+      if flight is not None:
+        items['flight'] = ocp.args.StandardSave(flight)
+      self._manager.save(step, args=ocp.args.Composite(**items))
       self._saving = step
     except Exception as caught:  # of many kinds: the run is worth more
       error = caught
@@ -176,8 +184,10 @@ class Checkpointer:
 
   def restore_latest(
     self, like: TrainState
-  ) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest checkpoint that can be read, placed like `like`.
+  ) -> tuple[TrainState, dict[str, Any], dict[str, Any] | None] | None:
+    """State, record and flight of the newest checkpoint that can be read.
+
+    The state is placed like `like`.
 
     Newer ones that cannot be read are renamed to `STEP.unreadable`, so that
     they neither count as kept nor stand in the way of a new one.
@@ -193,15 +203,7 @@ class Checkpointer:
     for step in reversed(self.steps):
       got, error = None, None
       try:
-        got = self._manager.restore(
-          step,
-          args=ocp.args.Composite(
-            state=ocp.args.StandardRestore(
-              jax.tree.map(_abstract, _storable(like))
-            ),
-            record=ocp.args.JsonRestore(),
-          ),
-        )
+        got = self._read(step, like)
       except Exception as caught:  # whatever damaged files make of a reader
         error = caught
       if processes.any_of(error is not None):
@@ -216,7 +218,7 @@ class Checkpointer:
       key = jax.device_put(
         jax.random.wrap_key_data(state.key), like.key.sharding
       )
-      return state._replace(key=key), got['record']
+      return state._replace(key=key), got['record'], got.get('flight')
     if faults:
       listed = ', '.join(f'{step} ({reason})' for step, reason in faults)
       raise ValueError(
@@ -224,6 +226,21 @@ class Checkpointer:
         'one of them, or choose another directory.'
       )
     return None
+
+  def _read(self, step: int, like: TrainState) -> dict[str, Any]:
+    target = jax.tree.map(_abstract, _storable(like))
+    got = self._manager.restore(
+      step,
+      args=ocp.args.Composite(
+        state=ocp.args.StandardRestore(target), record=ocp.args.JsonRestore()
+      ),
+    )
+    items = {'state': got['state'], 'record': got['record']}
+    if items['record'].get('flight'):
+      # as it was written: its shapes follow from what was sampled
+      more = ocp.args.Composite(flight=ocp.args.StandardRestore())
+      items['flight'] = self._manager.restore(step, args=more)['flight']
+    return items
 
   def _warn_of_strays(self):
     """Names what lies there and is no complete checkpoint."""

@@ -403,6 +403,12 @@ SECTIONS = (
       ),
       _M('time/update', 's', 'forward, backward, optimizer'),
       _M(
+        'time/wait',
+        's',
+        'for a batch that is gathered beside the update (`off_policy_steps`); '
+        'its own parts are counted as far as they go, and may exceed the step',
+      ),
+      _M(
         'time/metrics',
         's',
         'making this row; and, of the step before, writing, rules and report',

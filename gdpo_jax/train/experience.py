@@ -1,7 +1,8 @@
 """Turns prompts into a learner batch.
 
-  Prompts [P] --generate--> Rollout [P*G] --score--> Scores [P*G, K]
-          --shape--> rewards [P, G, K] --advantages--> [P, G] --> Batch
+  gather  Prompts [P] --generate--> Rollout [P*G] --score--> Scores [P*G, K]
+                      --shape--> rewards [P, G, K]
+  finish  rewards [P, G, K] --advantages--> [P, G] --> Batch
 
 Groups are dropped whole or kept whole, so [P, G] survives every step. Beyond
 the K declared rewards two may be added: `overlong`, and `kl`, the distance to
@@ -47,6 +48,16 @@ class Groups(NamedTuple):
   rewards: np.ndarray  # f32[P, G, K], after normalizers as well
   valid: np.ndarray  # bool[P, G, K]
   informative: np.ndarray  # bool[P]: the aggregator tells its rows apart
+
+
+class Gathered(NamedTuple):
+  """P groups that were sampled and scored; nothing compares them yet."""
+
+  groups: Groups
+  counted: np.ndarray  # bool[P], False: the group counts for nothing
+  scores: tuple[Scores, ...]  # of every part that was sampled, in order
+  rollouts: tuple[Rollout, ...]  # of every round, N rows as they were sampled
+  cursor: dict[str, Any]  # where the prompts of the next batch begin
 
 
 class Experience(NamedTuple):
@@ -103,7 +114,7 @@ def sample(
 
 
 class Collector:
-  """Steps 1 to 8 of a batch; holds what does not change between steps."""
+  """`gather`, then `finish`; holds what does not change between steps."""
 
   def __init__(
     self,
@@ -166,16 +177,16 @@ class Collector:
     self._score = jax.jit(self._token_scores, static_argnames='with_values')
     self._resolve = jax.jit(self._resolve_in_time)
 
-  def __call__(
+  def gather(
     self,
     params: Any,
-    ref_params: Any,
     controllers: dict[str, Any],
     key: jax.Array,
     step: int,
     timer: Timer,
-  ) -> Experience:
-    """One batch of P groups.
+    replay: tuple[Rollout, ...] = (),
+  ) -> Gathered:
+    """Samples and scores P groups.
 
     `controllers` are those of the state; they are read, never advanced here.
 
@@ -183,14 +194,25 @@ class Collector:
     carry signal for the chosen aggregator. If they run dry, the batch is filled
     up with groups that count for nothing (`when_dry='train'`), or the whole
     batch counts for nothing (`when_dry='skip'`).
+
+    Args:
+      params: to sample with; not read where there is a `replay`.
+      replay: rollouts that a checkpoint kept, to be scored as they were.
     """
     s, size = self.settings, self.settings.prompts_per_step
-    groups, scores = None, []
-    for round_ in range(s.max_rounds):
-      fresh, new_scores = self._round(
-        params, controllers, jax.random.fold_in(key, round_), step, timer
+    groups, scores, rollouts = None, [], []
+    for round_ in range(len(replay) or s.max_rounds):
+      round_key = jax.random.fold_in(key, round_)
+      fresh, new_scores, rollout = self._round(
+        params,
+        controllers,
+        round_key,
+        step,
+        timer,
+        replay[round_] if replay else None,
       )
       scores += new_scores
+      rollouts.append(rollout)
       groups = jax.tree.map(_join, groups, fresh) if groups else fresh
       informative = groups.informative
       if informative.sum() >= size:
@@ -203,18 +225,9 @@ class Collector:
       counts = informative[chosen]
       if s.when_dry == 'skip' and not counts.all():
         counts[:] = False
-      informative = informative[chosen]
-    with timer('advantages'):
-      return self._finish(
-        timer,
-        params,
-        ref_params,
-        controllers,
-        groups,
-        counts,
-        tuple(scores),
-        round_ + 1,
-      )
+    return Gathered(
+      groups, counts, tuple(scores), tuple(rollouts), self.iterator.cursor
+    )
 
   def _weights(self, controllers, scores: Scores) -> np.ndarray:
     """f32[K] of this step, without that of `kl`."""
@@ -223,9 +236,9 @@ class Collector:
     return np.concatenate([declared, overlong])
 
   def _round(
-    self, params, controllers, key, step, timer
-  ) -> tuple[Groups, list[Scores]]:
-    """P fresh groups, sampled a part at a time.
+    self, params, controllers, key, step, timer, replay
+  ) -> tuple[Groups, list[Scores], Rollout]:
+    """P fresh groups, sampled a part at a time, or taken from `replay`.
 
     While one part is sampled, the rewards look at those before it.
     """
@@ -237,20 +250,23 @@ class Collector:
       )
       # Row numbers of the whole batch: the parts do not change the samples.
       rows = np.arange(len(part.examples) * s.group_size) + start * s.group_size
-      with (
-        timer('generate'),
-        accounting.out_of_memory_named('generate', s),
-      ):
-        rollout = sample(
-          self.policy,
-          params,
-          part,
-          key,
-          self.sampling,
-          self.mesh,
-          rows,
-          timer=lambda name: timer(f'generate/{name}'),
-        )
+      if replay is not None:
+        rollout = jax.tree.map(lambda x, rows=rows: x[rows], replay)
+      else:
+        with (
+          timer('generate'),
+          accounting.out_of_memory_named('generate', s),
+        ):
+          rollout = sample(
+            self.policy,
+            params,
+            part,
+            key,
+            self.sampling,
+            self.mesh,
+            rows,
+            timer=lambda name: timer(f'generate/{name}'),
+          )
       pending.append(
         Scoring(self.pipeline, self.tokenizer, part, rollout, step)
       )
@@ -295,7 +311,7 @@ class Collector:
       values=values,
       **shaped._asdict(),
     )
-    return groups, list(scores)
+    return groups, list(scores), rollout
 
   def _token_scores(self, params, rollout: Rollout, with_values=False):
     """Trainer's log-probs, entropies and, where asked for, values.
@@ -359,10 +375,24 @@ class Collector:
     x = np.asarray(x)
     return x.reshape(-1, self.settings.group_size, *x.shape[1:])
 
-  def _finish(
-    self, timer, params, ref_params, controllers, groups, counts, scores, rounds
-  ):
-    s = self.settings
+  def finish(
+    self,
+    gathered: Gathered,
+    params: Any,
+    ref_params: Any,
+    controllers: dict[str, Any],
+    timer: Timer,
+  ) -> Experience:
+    """The batch that a step trains on.
+
+    Args:
+      params: of the policy that learns; the sampler's may be older.
+    """
+    with timer('advantages'):
+      return self._finish(gathered, params, ref_params, controllers, timer)
+
+  def _finish(self, gathered, params, ref_params, controllers, timer):
+    s, groups, scores = self.settings, gathered.groups, gathered.scores
 
     def rows(x):
       return x.reshape(-1, *x.shape[2:])
@@ -396,7 +426,9 @@ class Collector:
         valid=valid,
       )
     # A row that no reward could judge, and a filler, must not train.
-    row_valid = np.asarray(adv.scored(groups.valid, weights)) & counts[:, None]
+    row_valid = (
+      np.asarray(adv.scored(groups.valid, weights)) & gathered.counted[:, None]
+    )
     if s.mask_truncated:
       row_valid &= groups.ended
     returns = values = None
@@ -448,7 +480,7 @@ class Collector:
       counted=row_valid,
       kl_nats=nats,
       scores=scores,
-      rounds=rounds,
+      rounds=len(gathered.rollouts),
     )
 
 

@@ -21,6 +21,7 @@ from gdpo_jax.train import accounting, policies
 from gdpo_jax.train import metrics as metrics_lib
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.advantage import diagnosis, make_gradient_cosines
+from gdpo_jax.train.ahead import Ahead
 from gdpo_jax.train.checkpoint import Checkpointer, Retention, changed_fields
 from gdpo_jax.train.controllers import Controllers
 from gdpo_jax.train.evaluate import Evaluation, evaluate
@@ -139,7 +140,7 @@ def train(
       online = Online(policy, tokenizer, settings, mesh)
     restored = checkpointer.restore_latest(state)
     if restored:
-      state, record = restored
+      state, record, flight = restored
       _same_run(record['run'], _run(settings, policy, task))
       if base:
         policies.check_base(record['base'], base)
@@ -159,6 +160,10 @@ def train(
       mesh,
     )
     names = collect.names
+    ahead = stack.enter_context(Ahead(collect, base, mesh))
+    if restored and record.get('flight'):
+      key = jax.random.fold_in(state.key, record['flight']['step'])
+      ahead.relaunch(record['flight'], flight, state.controllers, key)
     snapshots.rewind(int(state.step))
     watch = Watch(
       directory,
@@ -183,6 +188,7 @@ def train(
       if not heldout:
         return None
       progress.note(f'evaluating {len(heldout)} held-out problems, {label}')
+      ahead.settle()
       result = evaluate(
         policy,
         {**base, **state.params},
@@ -213,13 +219,23 @@ def train(
         reference = snapshots.reference(step, state.params, start)
       traced = settings.profile == step + 1
       with accounting.trace(directory / 'trace' / 'collect', traced):
-        experience = collect(
-          {**base, **snapshots.behaviour(step, key, state.params)},
+        behaviour = {**base, **snapshots.behaviour(step, key, state.params)}
+        gathered = ahead.take(timer) or collect.gather(
+          behaviour, state.controllers, key, step, timer
+        )
+        experience = collect.finish(
+          gathered,
+          {**base, **state.params} if settings.off_policy_steps else behaviour,
           {**base, **reference},
           state.controllers,
-          key,
-          step,
           timer,
+        )
+      if settings.off_policy_steps and step + 1 < settings.num_steps:
+        ahead.launch(
+          step + 1,
+          state.params,
+          state.controllers,
+          jax.random.fold_in(state.key, step + 1),
         )
       row = watch.row(experience, timer)
       g = experience.groups
@@ -260,7 +276,7 @@ def train(
         ),
       )
       row |= timer.summary()
-      cursor = iterator.cursor
+      cursor = gathered.cursor
       row['epoch'] = (
         cursor['epoch'] + cursor['position'] / iterator.num_examples
       )
@@ -280,6 +296,7 @@ def train(
           state,
           {
             'cursor': cursor,
+            'flight': ahead.record(),
             'online': online.consumed if online else None,
             'base': policies.fingerprint(base) if base else None,
             'mutes': pipeline.mutes,
@@ -290,6 +307,7 @@ def train(
               'jax': jax.__version__,
             },
           },
+          ahead.arrays(),
         )
       if after_step:
         after_step(done, row)

@@ -192,6 +192,8 @@ class Settings:
   prompts_per_micro_batch: int | None = None  # None: no accumulation
   max_prompt_tokens: int = 128  # Tp, left-padded; longer prompts are dropped
   max_new_tokens: int = 128  # Tc, EOS included
+  # 1: the next batch is gathered while this one is trained on (train/ahead.py)
+  off_policy_steps: int = 0
   temperature: float = 1.0  # of the sampler, and of the trainer with it
   max_rounds: int | None = None  # dynamic sampling: rollouts per step at most
   when_dry: str = 'train'  # too few informative groups: 'train' or 'skip'
@@ -352,9 +354,24 @@ class Settings:
         raise ValueError(
           f'{name} must not be negative, got {getattr(self, name)}.'
         )
+    self._check_ahead()
     policy_settings.check(self)
     self._check_controllers()
     self._check_watch()
+
+  def _check_ahead(self):
+    if self.off_policy_steps not in (0, 1):
+      raise ValueError(
+        f'off_policy_steps is {self.off_policy_steps}: a batch may be one step '
+        'behind the policy (1) or not at all (0).'
+      )
+    past = self.snapshot_every and self.snapshot_use == 'sampling'
+    if self.off_policy_steps and past:
+      raise ValueError(
+        'off_policy_steps and snapshot_use sampling exclude each other: a step '
+        'is sampled from the policy before or from a past one; set off_policy_steps '
+        'or snapshot_every to 0.'
+      )
 
   def _check_watch(self):
     actions = monitor.parse_actions(self.monitor_actions)

@@ -44,7 +44,7 @@ def test_opens_on_another_mesh(tmp_path, params, shape):
   checkpointer.wait()
   mesh = sharding.make_mesh(*shape)
   like = make_state(jax.tree.map(jnp.zeros_like, params), mesh)
-  restored, record = Checkpointer(tmp_path, 2, 1).restore_latest(like)
+  restored, record, _ = Checkpointer(tmp_path, 2, 1).restore_latest(like)
   assert record == {'cursor': {'epoch': 1}}
   assert_equal(restored, state)
   kernel = restored.params['layers']['mlp']['up']['kernel']
@@ -63,7 +63,7 @@ def test_the_newest_is_taken_and_old_ones_go(tmp_path, params):
   checkpointer.wait()
   checkpointer.close()
   again = Checkpointer(tmp_path, 2, 1)
-  _, record = again.restore_latest(make_state(params, mesh))
+  _, record, _ = again.restore_latest(make_state(params, mesh))
   assert record == {'at': 10}
   assert {p.name for p in tmp_path.iterdir() if p.name.isdigit()} == {'9', '10'}
 
@@ -78,7 +78,7 @@ def test_a_broken_newest_is_skipped_with_a_warning(tmp_path, params, caplog):
   for file in (tmp_path / '2' / 'state').rglob('*'):
     if file.is_file():
       file.write_bytes(b'')  # a truncated write
-  _, record = Checkpointer(tmp_path, 3, 1).restore_latest(
+  _, record, _ = Checkpointer(tmp_path, 3, 1).restore_latest(
     make_state(params, mesh)
   )
   assert record == {'at': 1}
@@ -119,7 +119,7 @@ def test_what_is_not_whole_is_never_taken_and_never_displaces_the_whole(
   (tmp_path / 'latest').write_text('300')
   checkpointer = Checkpointer(tmp_path, 2, 1)
   like = make_state(params, one_device)
-  state, record = checkpointer.restore_latest(like)
+  state, record, _ = checkpointer.restore_latest(like)
   assert record['at'] == 100 and int(state.step) == 100
   for name in ('200', '250', '300.tmp', '300.orbax-checkpoint-tmp-0', 'latest'):
     assert name in caplog.text
@@ -132,7 +132,7 @@ def test_what_is_not_whole_is_never_taken_and_never_displaces_the_whole(
   checkpointer.wait()
   assert checkpointer.steps == [200, 300]
   checkpointer.close()
-  _, record = Checkpointer(tmp_path, 2, 1).restore_latest(like)
+  _, record, _ = Checkpointer(tmp_path, 2, 1).restore_latest(like)
   assert record['at'] == 300
 
 
@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_the_run(
   checkpointer.wait()
   assert checkpointer.steps == [3]
   checkpointer.close()
-  _, record = Checkpointer(tmp_path, 1, 1).restore_latest(state)
+  _, record, _ = Checkpointer(tmp_path, 1, 1).restore_latest(state)
   assert record['at'] == 3
 
 
