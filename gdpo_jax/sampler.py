@@ -104,12 +104,18 @@ class State(NamedTuple):
   step: Array  # i32[], tokens drawn of every row
   row: Array  # i32[B], number in the rollout
   start: Array  # i32[B], position of the first new token
-  ended: Array  # bool[B]
+  limit: Array  # i32[B], new tokens at most
+  ended: Array  # bool[B], by an end token
   uniforms: Array  # f32[Tc, B]
   tokens: Array  # i32[Tc, B]
   logp: Array  # f32[Tc, B]
   length: Array  # i32[B]
   cache: Cache
+
+  @property
+  def done(self) -> Array:
+    """bool[B], True on rows that take no more tokens."""
+    return self.ended | (self.length >= self.limit)
 
 
 class Drawn(NamedTuple):
@@ -130,6 +136,7 @@ def generate(
   row_ids: Array | None = None,
   mesh: jax.sharding.Mesh | None = None,
   timer: Callable[[str], contextlib.AbstractContextManager] | None = None,
+  limits: Array | None = None,
 ) -> Rollout:
   """Samples `sampling.group_size` completions of each prompt.
 
@@ -147,12 +154,15 @@ def generate(
     mesh: splits the rows over its devices, all of which have to get as many.
       Every process then gives all prompts, and holds its rows of the result.
     timer: times the blocks 'prefill' and 'decode', on one device.
+    limits: i32[N], new tokens of each row at most; None: `max_new_tokens` for
+      all. A row that runs into its limit has not `ended`.
   Returns:
     Rollout of N = P * G rows. `logp` is of the distribution drawn from, after
     temperature and filters.
   Raises:
-    ValueError: where prompt and completion exceed the model's positions, or the
-      devices of the mesh do not divide the prompts.
+    ValueError: where prompt and completion exceed the model's positions, a
+      limit is not in [1, max_new_tokens], or the devices of the mesh do not
+      divide the prompts.
   """
   num_prompts, width = prompts.tokens.shape
   if width + sampling.max_new_tokens > policy.config.max_positions:
@@ -163,9 +173,10 @@ def generate(
   if row_ids is None:
     row_ids = np.arange(num_prompts * sampling.group_size)
   row_ids = np.asarray(row_ids, np.int32)
+  limits = _checked_limits(limits, len(row_ids), sampling.max_new_tokens)
   if isinstance(prompts.tokens, jax.Array) or (mesh and mesh.size > 1):
     # One program: moving rows would send them from one device to another.
-    arrays = (prompts.tokens, prompts.mask, row_ids)
+    arrays = (prompts.tokens, prompts.mask, row_ids, limits)
     if mesh is not None:
       sharding.local_rows(mesh, num_prompts)  # or an error
       arrays = sharding.put_rows(mesh, arrays)
@@ -175,7 +186,7 @@ def generate(
   with timer('prefill'):
     weights = policy.rollout_params(params, sampling.dtype)
     texts = split_prefix(prompts)
-    state = _begin(policy, weights, *texts, key, sampling, row_ids)
+    state = _begin(policy, weights, *texts, key, sampling, row_ids, limits)
     jax.block_until_ready(state.length)
   with timer('decode'):
     drawn = _decode(policy, weights, state, sampling)
@@ -198,24 +209,44 @@ def _decode(policy, weights, state, sampling):
         while alive <= _halves(fewer):
           fewer = _halves(fewer)
         drawn = _drawn(state, drawn)
-        order = np.argsort(np.asarray(state.ended), kind='stable')[:fewer]
+        order = np.argsort(np.asarray(state.done), kind='stable')[:fewer]
         state = _move(state, order, num_slots)
   return _drawn(state, drawn)
 
 
 @functools.partial(jax.jit, static_argnames=('policy', 'sampling', 'mesh'))
 def generate_arrays(
-  policy, params, tokens, mask, row_ids, key, sampling, mesh=None
+  policy, params, tokens, mask, row_ids, limits, key, sampling, mesh=None
 ):
   """All stages as one program; one for each shape of tokens i32[P, Tp]."""
   on_mesh = contextlib.nullcontext() if mesh is None else sharding.use(mesh)
   with on_mesh:
     weights = policy.rollout_params(params, sampling.dtype)
-    state = _begin(policy, weights, None, tokens, mask, key, sampling, row_ids)
+    state = _begin(
+      policy, weights, None, tokens, mask, key, sampling, row_ids, limits
+    )
     for num_slots in bucket_sizes(sampling.max_new_tokens):
       state = _move(state, None, num_slots)
       state, _ = _stage(policy, weights, state, sampling, 0)
     return _end(_drawn(state, None), tokens, mask, sampling)
+
+
+def _checked_limits(limits, num_rows, max_new_tokens):
+  """i32[N] on the host."""
+  if limits is None:
+    return np.full(num_rows, max_new_tokens, np.int32)
+  limits = np.asarray(limits, np.int32)
+  if limits.shape != (num_rows,):
+    raise ValueError(
+      f'limits has the shape {limits.shape}; give one for each of the '
+      f'{num_rows} rows.'
+    )
+  if limits.min() < 1 or limits.max() > max_new_tokens:
+    raise ValueError(
+      f'limits are from {limits.min()} to {limits.max()} tokens; keep them in '
+      f'[1, max_new_tokens], which is {max_new_tokens}.'
+    )
+  return limits
 
 
 def _halves(num_rows):
@@ -262,7 +293,9 @@ def _widths(limit):
 
 
 @functools.partial(jax.jit, static_argnames=('policy', 'sampling'))
-def _begin(policy, weights, prefix, tokens, mask, key, sampling, row_ids):
+def _begin(
+  policy, weights, prefix, tokens, mask, key, sampling, row_ids, limits
+):
   """State after the first token of every row; no slots of its own yet."""
   tokens, mask = jnp.asarray(tokens, jnp.int32), jnp.asarray(mask, bool)
   shared, known = (), 0
@@ -283,6 +316,7 @@ def _begin(policy, weights, prefix, tokens, mask, key, sampling, row_ids):
     step=jnp.int32(0),
     row=jnp.arange(num_rows),
     start=repeat(known + jnp.maximum(mask.sum(axis=1, dtype=jnp.int32), 1)),
+    limit=jnp.asarray(limits),
     ended=jnp.zeros((num_rows,), bool),
     uniforms=uniforms,
     tokens=jnp.full((limit, num_rows), sampling.pad_id, jnp.int32),
@@ -294,17 +328,18 @@ def _begin(policy, weights, prefix, tokens, mask, key, sampling, row_ids):
 
 
 def _draw(state, logits, sampling):
-  """One more token of every row that has not ended."""
-  step, ended = state.step, state.ended
+  """One more token of every row that is not done."""
+  step, done = state.step, state.done
   token, logp = sample(logits, state.uniforms[step], sampling)
-  token = jnp.where(ended, sampling.pad_id, token)
+  token = jnp.where(done, sampling.pad_id, token)
   eos = jnp.array(sampling.eos_ids, jnp.int32)
   return state._replace(
     step=step + 1,
-    ended=ended | jnp.any(token[:, None] == eos, axis=1),
+    # a pad may be an end token as well
+    ended=state.ended | ~done & jnp.any(token[:, None] == eos, axis=1),
     tokens=state.tokens.at[step].set(token),
-    logp=state.logp.at[step].set(jnp.where(ended, 0.0, logp)),
-    length=state.length + ~ended,
+    logp=state.logp.at[step].set(jnp.where(done, 0.0, logp)),
+    length=state.length + ~done,
   )
 
 
@@ -319,7 +354,7 @@ def _stage(policy, weights, state, sampling, fewer):
   def go_on(state):
     # Token t - 1 goes to slot t - 1, and gives the logits of token t.
     room = state.step <= min(num_slots, sampling.max_new_tokens - 1)
-    return room & (jnp.sum(~state.ended) > fewer)
+    return room & (jnp.sum(~state.done) > fewer)
 
   def step(state):
     slot = state.step - 1
@@ -337,7 +372,7 @@ def _stage(policy, weights, state, sampling, fewer):
   state = state._replace(cache=state.cache._replace(shared=()))
   state = jax.lax.while_loop(go_on, step, state)
   cache = state.cache._replace(shared=shared)
-  return state._replace(cache=cache), jnp.sum(~state.ended)
+  return state._replace(cache=cache), jnp.sum(~state.done)
 
 
 @functools.partial(jax.jit, static_argnames='num_slots')
@@ -358,6 +393,7 @@ def _move(state, order, num_slots):
     step=state.step,
     row=state.row[order],
     start=state.start[order],
+    limit=state.limit[order],
     ended=state.ended[order],
     uniforms=columns(state.uniforms),
     tokens=columns(state.tokens),

@@ -219,6 +219,46 @@ def test_a_shorter_limit_is_a_prefix(params, prompts, rollout):
   np.testing.assert_array_equal(short.tokens, rollout.tokens[:, :9])
 
 
+def test_limits_of_rows(params, prompts, rollout):
+  """Each row is cut at its own limit, and counts as one that has not ended."""
+  limits = np.random.default_rng(0).integers(1, 81, 16)
+  limits[:2] = 1, 80
+  out = generate(POLICY, params, prompts, KEY, SAMPLING, limits=limits)
+  whole = np.asarray(rollout.mask).sum(axis=1)
+  np.testing.assert_array_equal(out.mask.sum(1), np.minimum(whole, limits))
+  np.testing.assert_array_equal(out.ended, rollout.ended & (whole <= limits))
+  kept = np.asarray(out.mask)
+  expected = np.where(kept, rollout.tokens, SAMPLING.pad_id)
+  np.testing.assert_array_equal(out.tokens, expected)
+  np.testing.assert_allclose(
+    out.logp, np.where(kept, rollout.logp, 0), atol=1e-4
+  )
+  on_device = Prompts(*map(jnp.asarray, prompts[:2]), [])
+  other = generate(POLICY, params, on_device, KEY, SAMPLING, limits=limits)
+  np.testing.assert_array_equal(out.tokens, other.tokens)
+  np.testing.assert_array_equal(out.ended, other.ended)
+
+
+@pytest.mark.parametrize(
+  ('limits', 'told'),
+  [([1] * 15, '15.*16 rows'), ([0] * 16, '0 to 0'), ([81] * 16, '81.*80')],
+)
+def test_bad_limits_are_refused(params, prompts, limits, told):
+  with pytest.raises(ValueError, match=told):
+    generate(POLICY, params, prompts, KEY, SAMPLING, limits=limits)
+
+
+def test_a_pad_that_is_an_end_ends_no_row(params, prompts):
+  """Some models have one id for both (SmolLM2): a cut row has not ended."""
+  both = Sampling(4, 8, eos_ids=2, pad_id=2)
+  free = generate(POLICY, params, prompts, KEY, both)
+  out = generate(POLICY, params, prompts, KEY, both, limits=[3] * 16)
+  np.testing.assert_array_equal(
+    out.ended, free.ended & (np.asarray(free.mask).sum(1) <= 3)
+  )
+  assert not out.ended.all()
+
+
 def test_siblings_and_keys_differ(params, prompts, rollout):
   first = np.asarray(rollout.tokens[:4, 0])
   whole = {tuple(row) for row in np.asarray(rollout.tokens).tolist()}
