@@ -27,9 +27,10 @@ import os
 import pathlib
 import queue
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import analysis
@@ -98,6 +99,9 @@ def run_all(
 ) -> list[pathlib.Path]:
   """Runs what has not ended; returns the directories of runs that failed.
 
+  The supervised start of a seed, where the config has one, is made by the first
+  of its runs, and the others begin with it.
+
   Args:
     arguments: of the launcher, the config among them.
     num_steps: with fewer, a run has not ended.
@@ -116,6 +120,7 @@ def run_all(
     directory = out / variant.directory / str(seed)
     directory.mkdir(parents=True, exist_ok=True)
     slot = slots.get()
+    _share_start([out / v.directory / str(seed) for v in variants])
     environment = dict(os.environ)
     if slot is not None:
       environment['CUDA_VISIBLE_DEVICES'] = slot
@@ -138,6 +143,16 @@ def run_all(
   with concurrent.futures.ThreadPoolExecutor(slots.qsize()) as pool:
     failed = pool.map(lambda pair: one(*pair), todo)
     return [directory for directory in failed if directory is not None]
+
+
+def _share_start(runs: Sequence[pathlib.Path]) -> None:
+  """Copies the supervised start that one of the runs has made to the others."""
+  made = [run / 'warm_start' for run in runs if (run / 'warm_start').is_dir()]
+  for run in runs if made else []:
+    if not (run / 'warm_start').exists():
+      partial = run / 'warm_start.partial'
+      shutil.copytree(made[0], partial, dirs_exist_ok=True)
+      partial.rename(run / 'warm_start')
 
 
 def collect(
@@ -324,13 +339,20 @@ def write(
   return found
 
 
-def main() -> None:
+def main(
+  variants_of: Callable[[str], list[Variant]] = parse_variants,
+  algorithms: str = DEFAULT,
+  config_file: str | None = None,
+  title: str = '{experiment}: comparison',
+  out: str = 'runs/compare',
+) -> None:
+  """The launcher; its flags have these defaults."""
   config = config_flags.DEFINE_config_file(
-    'config', None, 'FILE[:VARIANT] of any experiment.'
+    'config', config_file, 'FILE[:VARIANT] of any experiment.'
   )
-  algorithms = flags.DEFINE_string('algorithms', DEFAULT, 'See above.')
+  algorithms = flags.DEFINE_string('algorithms', algorithms, 'See above.')
   seeds = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of data and sampling.')
-  out = flags.DEFINE_string('out', 'runs/compare', 'Where all is written.')
+  out = flags.DEFINE_string('out', out, 'Where all is written.')
   jobs = flags.DEFINE_integer('jobs', 1, 'Runs at once.', lower_bound=1)
   devices = flags.DEFINE_list('devices', [], 'Accelerators, one for each run.')
   flags.mark_flag_as_required('config')
@@ -338,14 +360,16 @@ def main() -> None:
   def start(argv):
     if len(argv) > 1:
       raise app.UsageError(f'unexpected arguments {argv[1:]}.')
-    variants = parse_variants(algorithms.value)
+    variants = variants_of(algorithms.value)
     numbers = [int(seed) for seed in seeds.value]
     # mistakes show here, not in as many logs as there are runs
     settings = launcher.settings_of(config.value)
     where = pathlib.Path(out.value)
     arguments = [arg for arg in sys.argv[1:] if arg.startswith('--config')]
     if not any(arg.startswith('--config=') for arg in arguments):
-      raise ValueError('write the config with an equals sign: --config=FILE.')
+      if not config_file:
+        raise ValueError('write the config with an equals sign: --config=FILE.')
+      arguments = [f'--config={config_file}', *arguments]
     failed = run_all(
       config.value.experiment,
       arguments,
@@ -358,7 +382,9 @@ def main() -> None:
     )
     for directory in failed:
       print(f'failed: {directory}/log.txt', file=sys.stderr)
-    write(variants, numbers, where, f'{config.value.experiment}: comparison')
+    write(
+      variants, numbers, where, title.format(experiment=config.value.experiment)
+    )
     print(f'{where}/compare.html')
     if failed:
       sys.exit(1)

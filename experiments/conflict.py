@@ -15,17 +15,13 @@ same supervised start per seed:
 A run that has ended is not run again, one that was stopped goes on. Writes
 OUT/compare.html (curves with intervals, table, paired differences with ppo,
 Pareto front) and OUT/compare.json, as compare.py does; other settings are given
-to all as --config.FIELD=VALUE.
+to all as --config.FIELD=VALUE, some of the methods as --algorithms=ppo,gdpo.
 """
 
-import argparse
 import pathlib
-import shutil
-import sys
 
 import compare
 
-EXPERIMENT = 'math_len'
 CONFIG = pathlib.Path(__file__).parent / 'configs' / 'math_len.py'
 SUB = 'subpolicy_rank=8'
 VARIANTS = {
@@ -41,45 +37,25 @@ VARIANTS = {
 }
 
 
-def share_start(out: pathlib.Path, seed: int) -> None:
-  """Gives every run of the seed the supervised start that one of them made."""
-  runs = [out / v.directory / str(seed) for v in VARIANTS.values()]
-  made = [run / 'warm_start' for run in runs if (run / 'warm_start').is_dir()]
-  for run in runs if made else []:
-    if not (run / 'warm_start').exists():
-      shutil.copytree(made[0], run / 'warm_start.copy', dirs_exist_ok=True)
-      (run / 'warm_start.copy').rename(run / 'warm_start')
+def variants_of(names: str) -> list[compare.Variant]:
+  """'ppo,gdpo' -> what is run.
 
-
-def main(argv=None) -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--out', type=pathlib.Path, default='runs/conflict')
-  parser.add_argument('--seeds', default='0,1,2,3,4')
-  parser.add_argument(
-    '--only', default=','.join(VARIANTS), help='some of the methods'
-  )
-  args, config = parser.parse_known_args(argv)
-  wrong = [a for a in config if not a.startswith('--config.')]
-  unknown = set(args.only.split(',')) - set(VARIANTS)
-  if wrong or unknown:
-    parser.error(f'cannot read {wrong or sorted(unknown)}.')
-  variants = [VARIANTS[name] for name in args.only.split(',')]
-  seeds = [int(seed) for seed in args.seeds.split(',')]
-  given = [f'--config={CONFIG}:tiny_conflict', *config]
-  failed = []
-  for seed in seeds:
-    for variant in variants:
-      share_start(args.out, seed)
-      failed += compare.run_all(EXPERIMENT, given, [variant], [seed], args.out)
-  for directory in failed:
-    print(f'failed: {directory}/log.txt', file=sys.stderr)
-  compare.write(variants, seeds, args.out, 'Two rewards in conflict')
-  print(f'{args.out}/compare.html')
-  if failed:
-    sys.exit(1)
+  Raises:
+    ValueError: on a name that is not above.
+  """
+  asked = names.split(',')
+  if unknown := sorted(set(asked) - set(VARIANTS)):
+    raise ValueError(
+      f'unknown methods {unknown}; choose from {", ".join(VARIANTS)}.'
+    )
+  return [VARIANTS[name] for name in asked]
 
 
 if __name__ == '__main__':
-  main()
+  compare.main(
+    variants_of,
+    ','.join(VARIANTS),
+    f'{CONFIG}:tiny_conflict',
+    'Two rewards in conflict',
+    'runs/conflict',
+  )
