@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -75,13 +76,15 @@ def wait_for_rows(process, directory, num_rows, timeout=900):
 
 
 def final(directory, steps):
-  checkpointer = ocp.StandardCheckpointer()
+  """Arrays on the host, on however many devices they were saved."""
+  checkpointer = ocp.PyTreeCheckpointer()
   path = directory.absolute() / 'checkpoints' / str(steps) / 'state'
-  state = checkpointer.restore(path)
-  return {
-    key: np.asarray(value)
-    for key, value in ocp.tree.to_flat_dict(state).items()
-  }
+  saved = checkpointer.metadata(path).item_metadata.tree
+  plain = jax.tree.map(
+    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved
+  )
+  state = checkpointer.restore(path, restore_args=plain)
+  return ocp.tree.to_flat_dict(state)
 
 
 def rows(directory):
