@@ -61,7 +61,7 @@ if not RUN.exists():
   )
   policy = make_policy(config)
   settings = Settings(
-    num_steps=30,
+    num_steps=60,
     prompts_per_step=16,
     group_size=8,
     max_prompt_tokens=8,
@@ -69,7 +69,7 @@ if not RUN.exists():
     learning_rate=1e-4,
     save_every=0,
     samples_every=5,
-    eval_every=10,
+    eval_every=20,
   )
   params = warm_start.warm_start(
     policy,
@@ -78,7 +78,7 @@ if not RUN.exists():
     tokenizer,
     settings,
     sharding.make_mesh(),
-    num_updates=300,
+    num_updates=500,
     learning_rate=5e-3,
   )
   loop.train(
