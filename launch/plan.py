@@ -37,7 +37,7 @@ from jax.experimental import topologies
 from ml_collections import config_flags
 
 from gdpo_jax import sampler, sharding
-from gdpo_jax.policy import decoder, lora
+from gdpo_jax.policy import attention, lora
 from gdpo_jax.train import policies
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train import step as step_lib
@@ -373,7 +373,7 @@ def estimate(shape, settings: Settings, num: int, gib_each: float) -> str:
     rows
     * config.num_heads
     / sizes[2]
-    * min(s.max_new_tokens, decoder.CHUNK)
+    * min(s.max_new_tokens, attention.CHUNK)
     * s.max_new_tokens
   )
   activations = 4 * (kept + layers * tokens * wide + 4 * scores)

@@ -6,7 +6,7 @@
 A block does not know what its tokens may attend to: it hands queries, keys and
 values to a context, a pytree with an `attend` method.
 
-  Groups        training, prefill: prompts, each followed by its G completions
+  Groups        training, prefill: prompts, each followed by its completions
   Continuation  prefill: texts that continue one prefix
   Slots         decoding: one new token per row against what is known so far
 
@@ -25,14 +25,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gdpo_jax import sharding
+from gdpo_jax.policy.attention import MASKED, Shared, attend
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.products import by_rows, dense, project
 from gdpo_jax.types import Array
-
-# Finite, so that no softmax ever meets -inf minus -inf.
-MASKED = -1e30
-# Queries that attend at once; a longer sequence is taken in blocks.
-CHUNK = 512
 
 REMAT = {
   'none': None,  # keep every intermediate value
@@ -69,15 +65,19 @@ def _rotate(x, rope):
 
 @flax.struct.dataclass
 class Groups:
-  """P prompts and the G completions of each, laid out as [P, C + G * T].
+  """P prompts and L lines of completions of each, laid out as [P, C + L * T].
 
   A prompt is computed once and attends to itself; a completion attends to its
-  prompt and to itself, never to its siblings. `group_size` 0 means prompts
-  alone. Every token sees itself, so that a row of pads stays finite.
+  prompt and to itself, never to its siblings. There is a line for each of the G
+  completions, or fewer, into which they are packed (see packing.py).
+  `num_lines` 0 means prompts alone. Every token sees itself, so that a row of
+  pads stays finite.
   """
 
   mask: Array  # bool[P, C], True on real prompt tokens
-  group_size: int = flax.struct.field(pytree_node=False, default=0)
+  segments: Array | None = None  # i32[P, L * T] where lines are packed
+  num_lines: int = flax.struct.field(pytree_node=False, default=0)
+  dtype: Any = flax.struct.field(pytree_node=False, default=jnp.float32)
 
   def attend(self, q: Array, k: Array, v: Array):
     """f32[P, S, H * HD], and the start of a cache: the prompts' (k, v).
@@ -87,20 +87,21 @@ class Groups:
       k: f32[P, S, KV, HD], as v.
     """
     context = self.mask.shape[1]
-    seen = self.mask[:, None, None, None, None, :] & _causal(context)
-    seen |= jnp.eye(context, dtype=bool)
-    qs, ks, vs = (_split_heads(x[:, :context], 1, k) for x in (q, k, v))
-    prompt = ks[:, :, 0, 0], vs[:, :, 0, 0]
-    out = _merge_heads(_attention(qs, ks, vs, seen))
-    if self.group_size:
-      qs, ks, vs = (
-        _split_heads(x[:, context:], self.group_size, k) for x in (q, k, v)
+    real = self.mask.astype(jnp.int32)
+    before = [x[:, :context] for x in (q, k, v)]
+    out = attend(*before, 1, real, dtype=self.dtype) if context else None
+    if self.num_lines:
+      shared = Shared(*before[1:], self.mask)
+      answers = attend(
+        *(x[:, context:] for x in (q, k, v)),
+        self.num_lines,
+        self.segments,
+        shared,
+        self.dtype,
       )
-      answers = _attention(
-        qs, ks, vs, _causal(ks.shape[-2]), (*prompt, self.mask)
-      )
-      out = jnp.concatenate([out, _merge_heads(answers)], axis=1)
-    return out, (prompt[0].swapaxes(2, 3), prompt[1])
+      parts = [answers] if out is None else [out, answers]
+      out = jnp.concatenate(parts, axis=1)
+    return out, _cached(*before[1:])
 
 
 @flax.struct.dataclass
@@ -114,19 +115,28 @@ class Continuation:
   def attend(self, q: Array, k: Array, v: Array):
     """f32[P, T, H * HD], and (k, v) of the texts; arguments as in Groups."""
     num_texts, length = self.mask.shape
+    own = _cached(k, v)
 
     def in_one_row(x):
       return x.reshape(1, num_texts * length, *x.shape[2:])
 
-    q, k, v = map(in_one_row, (q, k, v))
-    qs, ks, vs = (_split_heads(x, num_texts, k) for x in (q, k, v))
-    seen = self.mask[None, None, :, None, None, :] & _causal(length)
-    seen |= jnp.eye(length, dtype=bool)
-    all_seen = jnp.ones((1, self.v.shape[2]), bool)
-    shared = self.k.swapaxes(2, 3), self.v, all_seen
-    out = _merge_heads(_attention(qs, ks, vs, seen, shared))
-    ks, vs = (x[0, :, :, 0].swapaxes(0, 1) for x in (ks, vs))
-    return out.reshape(num_texts, length, -1), (ks.swapaxes(2, 3), vs)
+    prefix = Shared(
+      self.k.transpose(0, 3, 1, 2),
+      self.v.swapaxes(1, 2),
+      jnp.ones((1, self.v.shape[2]), bool),
+    )
+    out = attend(
+      *map(in_one_row, (q, k, v)),
+      num_texts,
+      in_one_row(self.mask.astype(jnp.int32)),
+      prefix,
+    )
+    return out.reshape(num_texts, length, -1), own
+
+
+def _cached(k, v):
+  """[P, S, KV, HD] both -> [P, KV, HD, S] and [P, KV, S, HD]."""
+  return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
 
 @flax.struct.dataclass
@@ -191,74 +201,6 @@ class Slots:
 
 def _put(cache, new, start):
   return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), start)
-
-
-def _causal(length):
-  return jnp.tril(jnp.ones((length, length), bool))
-
-
-def _split_heads(x, group_size, k):
-  """[P, G * T, heads, HD] -> [P, KV, G, R, T, HD], R heads per key head."""
-  num_prompts, _, _, head_dim = x.shape
-  x = x.reshape(
-    num_prompts, group_size, -1, k.shape[2], x.shape[2] // k.shape[2], head_dim
-  )
-  return x.transpose(0, 3, 1, 4, 2, 5)
-
-
-def _merge_heads(x):
-  """[P, KV, G, R, T, HD] -> [P, G * T, H * HD]."""
-  num_prompts, kv_heads, group_size, ratio, length, head_dim = x.shape
-  x = x.transpose(0, 2, 4, 1, 3, 5)
-  return x.reshape(num_prompts, group_size * length, -1)
-
-
-def _attention(q, k, v, seen, shared=None):
-  """Softmax attention over own keys and, jointly, over keys that G rows share.
-
-  Long sequences are taken a block of queries at a time, and again in the
-  backward pass, so that memory grows with their length and not its square.
-
-  Args:
-    q: f32[P, KV, G, R, T, HD].
-    k: f32[P, KV, G, 1, T, HD], as v.
-    seen: bool, broadcast to [P, KV, G, R, T, T].
-    shared: None, or k and v [P, KV, C, HD] and their bool[P, C].
-  """
-  length = q.shape[-2]
-  if length <= CHUNK:
-    return _attend(q, k, v, seen, shared)
-  block = max(n for n in range(1, CHUNK + 1) if length % n == 0)
-
-  def blocks(x):
-    """[..., T, X] -> [T / block, ..., block, X]."""
-    x = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
-    return jnp.moveaxis(x, -3, 0)
-
-  out = jax.lax.map(
-    jax.checkpoint(lambda part: _attend(part[0], k, v, part[1], shared)),
-    (blocks(q), blocks(seen)),
-  )
-  return jnp.moveaxis(out, 0, -3).reshape(q.shape)
-
-
-def _attend(q, k, v, seen, shared):
-  k, v = k[:, :, :, 0], v[:, :, :, 0]
-  scores = jnp.einsum('pkgrtd,pkgsd->pkgrts', q, k)
-  parts = [(jnp.where(seen, scores, MASKED), v, 'pkgrts,pkgsd->pkgrtd')]
-  if shared is not None and shared[2].shape[1]:
-    k, v, seen = shared
-    scores = jnp.einsum('pkgrtd,pksd->pkgrts', q, k)
-    scores = jnp.where(seen[:, None, None, None, None, :], scores, MASKED)
-    parts.append((scores, v, 'pkgrts,pksd->pkgrtd'))
-  tops = (scores.max(axis=-1, keepdims=True) for scores, _, _ in parts)
-  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
-  out, total = 0, 0
-  for scores, values, product in parts:
-    weights = jnp.exp(scores - top)
-    out += jnp.einsum(product, weights, values)
-    total += weights.sum(axis=-1, keepdims=True)
-  return out / total
 
 
 class RMSNorm(nn.Module):

@@ -189,7 +189,7 @@ def make_policy(
       _variables(params),
       jnp.concatenate([tokens[:, :-1], inputs], axis=1),
       jnp.concatenate([_positions(mask)[:, :-1], start + steps], axis=1),
-      Groups(mask[:, :-1], group_size),
+      Groups(mask[:, :-1], None, group_size, dtype),
     )
     hidden = hidden[:, mask.shape[1] - 1 :]
     return hidden.reshape(num_rows, length, -1), head

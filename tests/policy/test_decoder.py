@@ -208,7 +208,7 @@ def test_contexts_agree_on_the_last_token():
   q = jax.random.normal(keys[0], (1, 6, 4, 8))
   k, v = (jax.random.normal(key, (1, 6, 2, 8)) for key in keys[1:])
   mask = jnp.array([[False, True, True, True]])
-  grouped, prompt = jax.jit(Groups.attend)(Groups(mask, 1), q, k, v)
+  grouped, prompt = jax.jit(Groups.attend)(Groups(mask, num_lines=1), q, k, v)
   np.testing.assert_array_equal(prompt[0], k[:, :4].transpose(0, 2, 3, 1))
   np.testing.assert_array_equal(prompt[1], v[:, :4].transpose(0, 2, 1, 3))
   two, none = (0, 2), (0, 0)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from gdpo_jax.policy import decoder, heads
+from gdpo_jax.policy import attention, heads
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.types import Rollout
@@ -262,7 +262,7 @@ def test_blocks_of_queries_change_nothing(params, ragged, monkeypatch):
     return jax.jit(jax.grad(loss, has_aux=True))(params, ragged)
 
   expected = run()
-  monkeypatch.setattr(decoder, 'CHUNK', 2)
+  monkeypatch.setattr(attention, 'CHUNK', 2)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
     run(),
