@@ -170,7 +170,14 @@ def experience_metrics(experience) -> dict[str, float]:
 
 
 def value_metrics(values, returns, mask) -> dict[str, float]:
-  """How far the value head is off; f32[N, Tc] all, over the tokens of mask."""
+  """How far the value head is off, over the tokens of the mask.
+
+  Args:
+    values, returns: f32[N, Tc], or without last columns that are pads in every
+      row, as `step.trimmed` leaves them.
+    mask: bool[N, Tc].
+  """
+  mask = mask[:, : values.shape[1]]
   values, returns = values[mask], returns[mask]
   if not values.size or not values.std():
     return {}

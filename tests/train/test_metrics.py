@@ -147,3 +147,14 @@ def test_experience_metrics_by_hand():
   assert row['completions/clipped_ratio'] == 0.5
   assert row['rows/excluded'] == 3
   assert row['num_tokens'] == 16
+
+
+def test_the_value_head_is_judged_on_the_tokens_that_were_kept():
+  """Three tokens of five are left of rows that ended early."""
+  values = np.float32([[1, 3, 0], [2, 0, 0]])
+  returns = np.float32([[2, 4, 9], [3, 9, 9]])
+  mask = np.array([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], bool)
+  row = metrics.value_metrics(values, returns, mask)
+  # means 3 and 2, deviation of (1, 3, 2)
+  assert row['value/bias'] == pytest.approx(1 / np.sqrt(2 / 3))
+  assert row['value/ratio'] == pytest.approx(1.5)
