@@ -126,7 +126,7 @@ def run(
   policy = policy_of(model.config, settings)
   params = model.params
   if config.warm_start_updates:
-    params = _warm_started(
+    params = warm_started(
       policy, model, task, settings, config, directory, progress
     )
   result = loop.train(
@@ -148,7 +148,7 @@ def run(
   return result
 
 
-def _warm_started(policy, model, task, settings, config, directory, progress):
+def warm_started(policy, model, task, settings, config, directory, progress):
   """Supervised start, kept beside the run so that a restart does not repeat it."""
   kept, mesh = directory / 'warm_start', mesh_of(settings)
   if processes.any_of(kept.exists()):
