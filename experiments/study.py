@@ -290,7 +290,7 @@ def best_rates(out: pathlib.Path) -> dict[str, float] | None:
     if raw_path(out, cell).exists():
       score = float(scores(read_raw(raw_path(out, cell))).mean())
       found[cell.method].setdefault(cell.rate, []).append(score)
-    elif not _failure(out, cell).exists():
+    elif not failure_path(out, cell).exists():
       return None
   return {
     method: max(rates, key=lambda rate, rates=rates: np.mean(rates[rate]))
@@ -298,7 +298,7 @@ def best_rates(out: pathlib.Path) -> dict[str, float] | None:
   }
 
 
-def _failure(out: pathlib.Path, cell: Cell) -> pathlib.Path:
+def failure_path(out: pathlib.Path, cell: Cell) -> pathlib.Path:
   return out / 'failed' / f'{cell.name}.txt'
 
 
@@ -405,7 +405,7 @@ def todo(out: pathlib.Path) -> Iterator[tuple[str, Cell, int]]:
     return [
       (part, cell)
       for part, cell in cells
-      if not (raw_path(out, cell).exists() or _failure(out, cell).exists())
+      if not (raw_path(out, cell).exists() or failure_path(out, cell).exists())
     ]
 
   sweep = open_([('rates', cell) for cell in rate_cells()])
@@ -437,7 +437,7 @@ def run_all(
         break
       outcome = 'done'
     except Exception as error:
-      path = _failure(out, cell)
+      path = failure_path(out, cell)
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_text(traceback.format_exc(), encoding='utf-8')
       shutil.rmtree(out / 'going' / cell.name, ignore_errors=True)
