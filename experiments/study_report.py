@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import analysis
 import numpy as np
-import study
+import study_cells
 import study_tasks
 
 LAST = 10  # steps that 'sampled' is taken over
 BASE = 'grpo'
-SETTING = dict[str, dict[int, study.Raw]]  # method -> seed -> cell
+SETTING = dict[str, dict[int, study_cells.Raw]]  # method -> seed -> cell
 
 
 class Study(NamedTuple):
@@ -37,7 +37,7 @@ class Study(NamedTuple):
 
   directory: pathlib.Path
   rates: dict[str, float]  # the best of each method, where the sweep has ended
-  raws: dict[study.Cell, study.Raw]
+  raws: dict[study_cells.Cell, study_cells.Raw]
 
   def setting(
     self,
@@ -47,29 +47,31 @@ class Study(NamedTuple):
   ) -> SETTING:
     """Method -> seed -> cell, of the compared seeds, at the best rates."""
     found: SETTING = collections.defaultdict(dict)
-    real = task in study.REAL
+    real = task in study_cells.REAL
     for cell, raw in self.raws.items():
-      wanted = study.REAL[task][2] if real else self.rates.get(cell.method)
+      wanted = (
+        study_cells.REAL[task][2] if real else self.rates.get(cell.method)
+      )
       size = 8 if group is None and not real else group
       if (
         cell.task == task
-        and cell.seed in study.SEEDS
+        and cell.seed in study_cells.SEEDS
         and cell.rate == wanted
         and size in (None, cell.group_size)
         and cell.weights == (weights or (1.0,) * len(cell.weights))
       ):
         found[cell.method][cell.seed] = raw
-    return {m: found[m] for m in study.METHODS if m in found}
+    return {m: found[m] for m in study_cells.METHODS if m in found}
 
 
 def load(directory: pathlib.Path) -> Study:
   raws = [
-    study.read_raw(path)
+    study_cells.read_raw(path)
     for path in sorted((directory / 'raw').rglob('*.jsonl.gz'))
   ]
   return Study(
     directory,
-    study.best_rates(directory) or {},
+    study_cells.best_rates(directory) or {},
     {raw.cell: raw for raw in raws},
   )
 
@@ -77,39 +79,39 @@ def load(directory: pathlib.Path) -> Study:
 # Numbers of a cell, f[] each.
 
 
-def sampled(name: str) -> Callable[[study.Raw], float]:
+def sampled(name: str) -> Callable[[study_cells.Raw], float]:
   """Mean of a reward over the last steps."""
 
-  def of(raw: study.Raw) -> float:
+  def of(raw: study_cells.Raw) -> float:
     rows = raw.run.training[-LAST:]
     return float(np.mean([row[f'rewards/{name}/mean'] for row in rows]))
 
   return of
 
 
-def score(raw: study.Raw) -> float:
-  return float(study.scores(raw, LAST).mean())
+def score(raw: study_cells.Raw) -> float:
+  return float(study_cells.scores(raw, LAST).mean())
 
 
-def whole_score(raw: study.Raw) -> float:
+def whole_score(raw: study_cells.Raw) -> float:
   """The mean over all steps: who is early is ahead."""
-  return float(study.scores(raw, len(raw.run.training)).mean())
+  return float(study_cells.scores(raw, len(raw.run.training)).mean())
 
 
-def heldout(name: str) -> Callable[[study.Raw], float]:
-  def of(raw: study.Raw) -> float:
+def heldout(name: str) -> Callable[[study_cells.Raw], float]:
+  def of(raw: study_cells.Raw) -> float:
     return float(np.nanmean(raw.run.after[:, raw.run.names.index(name)]))
 
   return of
 
 
-def all_at_once(raw: study.Raw) -> float:
+def all_at_once(raw: study_cells.Raw) -> float:
   """Share of held-out answers that have every reward at its highest."""
   return float((raw.run.after >= raw.ranges[:, 1]).all(axis=1).mean())
 
 
 def interval(
-  cells: dict[int, study.Raw], number: Callable[[study.Raw], float]
+  cells: dict[int, study_cells.Raw], number: Callable[[study_cells.Raw], float]
 ) -> analysis.Interval:
   return analysis.over_seeds(np.array([number(raw) for raw in cells.values()]))
 
@@ -140,9 +142,9 @@ class Difference(NamedTuple):
 
 
 def difference(
-  a: dict[int, study.Raw],
-  b: dict[int, study.Raw],
-  number: Callable[[study.Raw], float],
+  a: dict[int, study_cells.Raw],
+  b: dict[int, study_cells.Raw],
+  number: Callable[[study_cells.Raw], float],
 ) -> Difference | None:
   """Over the seeds that both have; None where there is none."""
   seeds = sorted(set(a) & set(b))
@@ -165,14 +167,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def progress_table(s: Study) -> str:
   """How much of each part has been run, and which cells have not."""
-  rates = s.rates or dict.fromkeys(study.METHODS, study.RATES[1])
-  parts: dict[str, list[study.Cell]] = {'rates': study.rate_cells()}
-  for part, cell in study.queue(rates):
+  rates = s.rates or dict.fromkeys(study_cells.METHODS, study_cells.RATES[1])
+  parts: dict[str, list[study_cells.Cell]] = {'rates': study_cells.rate_cells()}
+  for part, cell in study_cells.queue(rates):
     parts.setdefault(part, []).append(cell)
   rows, missing = [], []
   for part, cells in parts.items():
     run = [s.raws[cell] for cell in cells if cell in s.raws]
-    failed = sum(study.failure_path(s.directory, c).exists() for c in cells)
+    failed = sum(
+      study_cells.failure_path(s.directory, c).exists() for c in cells
+    )
     rows.append(
       (
         part,
@@ -193,21 +197,21 @@ def progress_table(s: Study) -> str:
 
 def rates_table(s: Study) -> str:
   rows = []
-  for method in study.METHODS:
+  for method in study_cells.METHODS:
     row = [method]
-    for rate in study.RATES:
+    for rate in study_cells.RATES:
       found = [
         f'{score(raw):.3f}'
         for cell, raw in sorted(s.raws.items(), key=lambda x: x[0].seed)
         if cell.method == method
         and cell.rate == rate
-        and cell.seed in study.RATE_SEEDS
-        and cell.task == study.RATE_TASK
+        and cell.seed in study_cells.RATE_SEEDS
+        and cell.task == study_cells.RATE_TASK
       ]
       best = s.rates.get(method) == rate
       row.append(' and '.join(found) + (' ←' if best and found else ''))
     rows.append(row)
-  return table(('method', *(f'{rate:g}' for rate in study.RATES)), rows)
+  return table(('method', *(f'{rate:g}' for rate in study_cells.RATES)), rows)
 
 
 def task_table(s: Study, task: str, **setting) -> str:
@@ -301,11 +305,11 @@ def ranks_table(s: Study) -> str:
   """Mean score of each method less the mean over methods, task by task."""
   rows = []
   tasks = [
-    t for t in study_tasks.TINY if len(s.setting(t)) == len(study.METHODS)
+    t for t in study_tasks.TINY if len(s.setting(t)) == len(study_cells.METHODS)
   ]
   if not tasks:
     return 'No task has been run with every method.'
-  for method in study.METHODS:
+  for method in study_cells.METHODS:
     row = [method]
     for task in tasks:
       cells = s.setting(task)
@@ -322,8 +326,10 @@ def ranks_table(s: Study) -> str:
 def groups_table(s: Study) -> str:
   parts = []
   for size in (2, 4, 8, 16):
-    parts.append(f'Group size {size}, {study.ROWS // size} prompts a step:')
-    parts.append(differences_table(s, study.SWEPT, group=size))
+    parts.append(
+      f'Group size {size}, {study_cells.ROWS // size} prompts a step:'
+    )
+    parts.append(differences_table(s, study_cells.SWEPT, group=size))
   return '\n\n'.join(parts)
 
 
@@ -331,16 +337,18 @@ def weights_table(s: Study) -> str:
   parts = []
   for weights in ((1.0, 3.0), (1.0, 1.0), (3.0, 1.0)):
     said = ' : '.join(f'{w:g}' for w in weights)
-    names = ' : '.join(r.name for r in study_tasks.TINY[study.SWEPT].rewards)
+    names = ' : '.join(
+      r.name for r in study_tasks.TINY[study_cells.SWEPT].rewards
+    )
     parts.append(f'Weights {names} = {said}:')
-    parts.append(task_table(s, study.SWEPT, weights=weights))
+    parts.append(task_table(s, study_cells.SWEPT, weights=weights))
   return '\n\n'.join(parts)
 
 
 def real_tables(s: Study) -> str:
   return '\n\n'.join(
     f'#### `{task}`\n\n{task_table(s, task)}\n\n{differences_table(s, task)}'
-    for task in study.REAL
+    for task in study_cells.REAL
   )
 
 
@@ -389,7 +397,7 @@ def curves(s: Study, task: str, path: pathlib.Path) -> None:
   )
   axes = np.atleast_1d(figure.subplots(1, len(names)))
   for axis, name in zip(axes, names):
-    for i, method in enumerate(study.METHODS):
+    for i, method in enumerate(study_cells.METHODS):
       if method in cells:
         runs = [raw.run for raw in cells[method].values()]
         steps, mean, low, high = analysis.curve(runs, f'rewards/{name}/mean')
@@ -416,7 +424,7 @@ def forest(s: Study, path: pathlib.Path) -> None:
     figsize=(3.4 * columns, 2.4 * lines), layout='constrained'
   )
   axes = np.atleast_1d(figure.subplots(lines, columns, sharey=True)).ravel()
-  others = [m for m in study.METHODS if m != BASE]
+  others = [m for m in study_cells.METHODS if m != BASE]
   for axis, task in zip(axes, tasks):
     cells = s.setting(task)
     for y, method in enumerate(others):
@@ -438,7 +446,7 @@ def forest(s: Study, path: pathlib.Path) -> None:
 def write(directory: pathlib.Path) -> Study:
   """All of it."""
   s = load(directory)
-  for task in (*study_tasks.TINY, *study.REAL):
+  for task in (*study_tasks.TINY, *study_cells.REAL):
     if s.setting(task):
       curves(s, task, directory / 'figures' / f'{task}.png')
   forest(s, directory / 'figures' / 'differences.png')

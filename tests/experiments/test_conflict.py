@@ -13,6 +13,7 @@ from gdpo_jax.train.settings import Settings
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / 'experiments'
 sys.path.insert(0, str(EXPERIMENTS))
 
+import compare  # noqa: E402
 import conflict  # noqa: E402
 
 
@@ -42,21 +43,23 @@ def test_every_method_is_one_that_can_run(name):
 
 
 def test_runs_of_a_seed_share_the_start_that_one_of_them_made(tmp_path):
-  conflict.share_start(tmp_path, 0)  # nothing yet
-  first, *others = conflict.VARIANTS.values()
-  made = tmp_path / first.directory / '0' / 'warm_start'
+  runs = [tmp_path / v.directory / '0' for v in conflict.VARIANTS.values()]
+  compare._share_start(runs)  # nothing yet
+  made = runs[0] / 'warm_start'
   made.mkdir(parents=True)
   (made / 'model.safetensors').write_bytes(b'weights')
-  conflict.share_start(tmp_path, 0)
-  for variant in others:
-    kept = tmp_path / variant.directory / '0' / 'warm_start'
-    assert (kept / 'model.safetensors').read_bytes() == b'weights'
-    assert not (tmp_path / variant.directory / '1').exists()
-  conflict.share_start(tmp_path, 0)  # again changes nothing
+  for _ in range(2):  # again changes nothing
+    compare._share_start(runs)
+    for run in runs:
+      kept = run / 'warm_start' / 'model.safetensors'
+      assert kept.read_bytes() == b'weights'
+      assert [p.name for p in run.iterdir()] == ['warm_start']
 
 
-def test_mistakes_are_refused(capsys):
-  for wrong in (['--only=gdpoo'], ['--confg.seed=1']):
-    with pytest.raises(SystemExit):
-      conflict.main(wrong)
-  assert 'gdpoo' in capsys.readouterr().err
+def test_some_of_the_methods():
+  assert conflict.variants_of('gdpo,ppo') == [
+    conflict.VARIANTS['gdpo'],
+    conflict.VARIANTS['ppo'],
+  ]
+  with pytest.raises(ValueError, match='gdpoo'):
+    conflict.variants_of('gdpoo,ppo')
