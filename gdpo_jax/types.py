@@ -53,6 +53,8 @@ class Batch(NamedTuple):
   head_advantages: Array | None = (
     None  # f32[N, K], where there are sub-policies
   )
+  # i32[N, L], where rows begin in the lines they are packed into (policy/packing)
+  place: Array | None = None
 
 
 class TrainState(NamedTuple):

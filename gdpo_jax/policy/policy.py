@@ -28,6 +28,7 @@ from gdpo_jax.policy.decoder import (
   Slots,
   rope_table,
 )
+from gdpo_jax.policy.packing import lines
 from gdpo_jax.policy.products import project, turned
 from gdpo_jax.types import Array, Rollout
 
@@ -141,20 +142,32 @@ def make_policy(
     group_size: int = 1,
     temperature: float | Array = 1.0,
     with_values: bool = False,
+    place: Array | None = None,
+    line_tokens: int = 0,
   ) -> tuple[Array, ...]:
     """(logp, entropy), f32[N, Tc] each, of softmax(logits / temperature).
 
     Differentiable; 0 off the mask. The prompt of each `group_size` rows in a
     row is computed once, from the first of them. `with_values` adds a third,
     the value head's on the state before each token (params['value'], f32[D]).
+    With `place` and `line_tokens` (see packing.py) the rows of a group are
+    computed in fewer lines; the result is the same.
     """
-    hidden, head = states(params, rollout, group_size)
+    packed = None
+    if place is not None:
+      packed = lines(place, rollout.mask, group_size, line_tokens)
+    hidden, targets, head = in_lines(params, rollout, group_size, packed)
     logp, entropy = heads.token_log_probs(
-      hidden, head, rollout.tokens, temperature=temperature, dtype=dtype
+      hidden, head, targets, temperature=temperature, dtype=dtype
     )
     scores = (logp, entropy)
     if with_values:
       scores += (hidden @ params['value']['kernel'],)
+    if packed is not None:
+      by_group = (packed.source.shape[0], -1)
+      scores = tuple(
+        packed.back(x.reshape(by_group), rollout.tokens.shape) for x in scores
+      )
     zero = jnp.zeros((), jnp.float32)
     return tuple(jnp.where(rollout.mask, x, zero) for x in scores)
 
@@ -162,6 +175,14 @@ def make_policy(
     params: Any, rollout: Rollout, group_size: int = 1
   ) -> tuple[Array, Array]:
     """(hidden f32[N, Tc, D] before each completion token, LM head [V, D])."""
+    hidden, _, head = in_lines(params, rollout, group_size, None)
+    return hidden, head
+
+  def in_lines(params, rollout, group_size, packed):
+    """Hidden states f32[B, T, D], targets i32[B, T] and head, B lines in all.
+
+    Without `packed` the lines are the rows.
+    """
     targets = rollout.tokens
     num_rows, length = targets.shape
     if num_rows % group_size:
@@ -170,7 +191,14 @@ def make_policy(
       )
     # A group that lies on several devices is computed in parts, one on each,
     # with the prompt once in each part.
-    group_size = math.gcd(group_size, sharding.rows_per_device(num_rows))
+    part = math.gcd(group_size, sharding.rows_per_device(num_rows))
+    if packed is not None and part != group_size:
+      raise ValueError(
+        f'{num_rows} rows of a micro-batch put groups of {group_size} on '
+        'several devices each, which cannot be packed; make '
+        'prompts_per_micro_batch a multiple of the devices, or pack_tokens 0.'
+      )
+    group_size = part
     num_prompts = num_rows // group_size
 
     def first_of_each(x):
@@ -183,16 +211,27 @@ def make_policy(
     first = jnp.repeat(tokens[:, -1:], group_size, axis=0)
     inputs = jnp.concatenate([first, targets[:, :-1]], axis=1)
     inputs = inputs.reshape(num_prompts, group_size * length)
-    start = mask.sum(axis=1, keepdims=True, dtype=jnp.int32) - 1
+    targets = targets.reshape(num_prompts, group_size * length)
     steps = jnp.tile(jnp.arange(length, dtype=jnp.int32), group_size)
+    num_lines, segments = group_size, None
+    if packed is not None:
+      inputs, targets = packed.take(inputs), packed.take(targets)
+      steps, segments = packed.step, packed.segment
+      num_lines = packed.num_lines
+    start = mask.sum(axis=1, keepdims=True, dtype=jnp.int32) - 1
     hidden, head = decoder.apply(
       _variables(params),
       jnp.concatenate([tokens[:, :-1], inputs], axis=1),
       jnp.concatenate([_positions(mask)[:, :-1], start + steps], axis=1),
-      Groups(mask[:, :-1], None, group_size, dtype),
+      Groups(mask[:, :-1], segments, num_lines, dtype),
     )
     hidden = hidden[:, mask.shape[1] - 1 :]
-    return hidden.reshape(num_rows, length, -1), head
+    shape = (num_prompts * num_lines, -1)
+    return (
+      hidden.reshape(*shape, hidden.shape[-1]),
+      targets.reshape(shape),
+      head,
+    )
 
   def rollout_params(params: Any, dtype: Any = None) -> Any:
     """Per-layer weights for `prefill` and `decode`, made once per rollout.
@@ -321,7 +360,9 @@ def make_policy(
     config,
     jax.jit(init),
     jax.jit(logits),
-    jax.jit(log_probs, static_argnames=('group_size', 'with_values')),
+    jax.jit(
+      log_probs, static_argnames=('group_size', 'with_values', 'line_tokens')
+    ),
     rollout_params,
     jax.jit(prefill),
     new_cache,

@@ -185,6 +185,12 @@ SECTIONS = (
         trl=True,
       ),
       _M(
+        'packing/lines_per_row',
+        'ratio',
+        'lines of a group in the update over its rows; only with `pack_tokens`, '
+        'where packing gained something',
+      ),
+      _M(
         'completions/distinct',
         'share',
         'distinct texts of a group over its size, mean over groups',

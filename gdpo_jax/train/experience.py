@@ -19,6 +19,7 @@ import numpy as np
 from gdpo_jax import sampler, sharding
 from gdpo_jax.objectives import advantages as adv
 from gdpo_jax.objectives import gae, kl, shaping
+from gdpo_jax.policy import packing
 from gdpo_jax.rewards.pipeline import Pipeline, Scores
 from gdpo_jax.tasks.base import PromptIterator
 from gdpo_jax.train import accounting, subpolicies
@@ -313,23 +314,29 @@ class Collector:
     )
     return groups, list(scores), rollout
 
-  def _token_scores(self, params, rollout: Rollout, with_values=False):
+  def _token_scores(self, params, rollout: Rollout, place, with_values=False):
     """Trainer's log-probs, entropies and, where asked for, values.
 
-    f32[N, Tc] each, a micro-batch at a time.
+    f32[N, Tc] each, a micro-batch at a time; packed where there is a place.
     """
     s = self.settings
     rows = s.prompts_per_micro_batch * s.group_size
-    parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), rollout)
+    parts = jax.tree.map(
+      lambda x: x.reshape(-1, rows, *x.shape[1:]), (rollout, place)
+    )
 
     def score(part):
-      part = jax.tree.map(lambda x: sharding.constrain(x, 'rows'), part)
+      part, place = jax.tree.map(lambda x: sharding.constrain(x, 'rows'), part)
+      packed = {}
+      if place is not None:
+        packed = {'place': place, 'line_tokens': s.pack_tokens}
       return self.policy.log_probs(
         params,
         part,
         group_size=s.group_size,
         temperature=s.temperature,
         with_values=with_values,
+        **packed,
       )
 
     with sharding.use(self.mesh):
@@ -337,7 +344,7 @@ class Collector:
     return tuple(x.reshape(rollout.tokens.shape) for x in scores)
 
   def _resolve_in_time(
-    self, params, rollout, totals, row_valid, ref_logp, coef
+    self, params, rollout, place, totals, row_valid, ref_logp, coef
   ):
     """Advantages, returns and values, f32[N, Tc] each, by GAE.
 
@@ -346,7 +353,7 @@ class Collector:
       coef: f32[], of the KL that each token pays.
     """
     s, mask = self.settings, rollout.mask & row_valid[:, None]
-    _, entropy, values = self._token_scores(params, rollout, with_values=True)
+    _, entropy, values = self._token_scores(params, rollout, place, True)
     in_reward = ref_logp is not None and not s.kl_in_loss
     rewards = kl.token_rewards(
       totals,
@@ -364,12 +371,12 @@ class Collector:
       advantages = gae.whiten_tokens(advantages, mask)
     return advantages, returns, values
 
-  def _old_logp(self, params, rollout: Rollout) -> jax.Array:
+  def _old_logp(self, params, rollout: Rollout, place) -> jax.Array:
     """The sampler's, unless the trainer's own are asked for and needed."""
     s = self.settings
     if s.importance_cap is None or s.updates_per_step == 1:
       return rollout.logp
-    return self._score(params, rollout)[0]
+    return self._score(params, rollout, place)[0]
 
   def _grouped(self, x):
     x = np.asarray(x)
@@ -405,12 +412,18 @@ class Collector:
       logp=rows(groups.logp),
       ended=rows(groups.ended),
     )
-    rollout = sharding.put_rows(self.mesh, trimmed(rollout))
+    rollout, place = trimmed(rollout), None
+    if s.pack_tokens:
+      width = rollout.tokens.shape[1]
+      place = packing.pack(groups.mask.sum(-1), width, s.pack_tokens)
+    rollout, place = sharding.put_rows(self.mesh, (rollout, place))
     weights, coef = self._weights(controllers, scores[-1]), None
     ref_logp, nats = None, None
     if s.kl_coef:
       with timer('advantages/log_probs'):
-        ref_logp, _ = jax.block_until_ready(self._score(ref_params, rollout))
+        ref_logp, _ = jax.block_until_ready(
+          self._score(ref_params, rollout, place)
+        )
       nats = kl.sequence_kl(rollout.logp, ref_logp, rollout.mask)
       nats = self._grouped(sharding.to_host(nats))
       coef = controllers['kl'].coef
@@ -437,6 +450,7 @@ class Collector:
       per_token, returns, values = self._resolve(
         params,
         rollout,
+        place,
         *sharding.put_rows(
           self.mesh, (rows(totals.astype(np.float32)), rows(row_valid))
         ),
@@ -464,12 +478,13 @@ class Collector:
     batch = Batch(
       rollout=rollout,
       advantages=per_token,
-      old_logp=self._old_logp(params, rollout),
+      old_logp=self._old_logp(params, rollout, place),
       ref_logp=ref_logp,
       row_valid=sharding.put_rows(self.mesh, rows(row_valid)),
       old_values=values,
       returns=returns,
       head_advantages=own,
+      place=place,
     )
     return Experience(
       batch=batch,

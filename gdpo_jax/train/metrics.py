@@ -149,6 +149,9 @@ def experience_metrics(experience) -> dict[str, float]:
       ),
       groups.mask.reshape(-1, groups.mask.shape[-1]),
     )
+  place = experience.batch.place
+  if place is not None:
+    row['packing/lines_per_row'] = place.shape[1] / lengths.shape[1]
   if groups.ended.any():
     row['completions/mean_terminated_length'] = float(
       lengths[groups.ended].mean()

@@ -190,6 +190,9 @@ class Settings:
   prompts_per_update: int | None = None  # per optimizer step; None: all of P
   epochs_per_batch: int = 1  # passes over one rollout batch
   prompts_per_micro_batch: int | None = None  # None: no accumulation
+  # The completions of a group go through the update in lines of at least so
+  # many tokens, packed one behind the other; 0: each has a line of its own.
+  pack_tokens: int = 0
   max_prompt_tokens: int = 128  # Tp, left-padded; longer prompts are dropped
   max_new_tokens: int = 128  # Tc, EOS included
   # 1: the next batch is gathered while this one is trained on (train/ahead.py)
@@ -354,6 +357,11 @@ class Settings:
         raise ValueError(
           f'{name} must not be negative, got {getattr(self, name)}.'
         )
+    if self.pack_tokens < 0 or self.pack_tokens and self.subpolicy_rank:
+      raise ValueError(
+        f'pack_tokens is {self.pack_tokens}: it is at least 0, and 0 with '
+        'sub-policies, which are not computed in packed lines.'
+      )
     self._check_ahead()
     policy_settings.check(self)
     self._check_controllers()

@@ -84,6 +84,8 @@ def make_loss(policy, settings: Settings) -> Callable:
     if batch.head_advantages is not None:
       turn = subpolicies.heads_turn(settings, controllers['updates'])
       options = {'turn': turn}
+    if batch.place is not None:
+      options = {'place': batch.place, 'line_tokens': settings.pack_tokens}
     logp, entropy, *more = policy.log_probs(
       params,
       batch.rollout,

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from gdpo_jax import sharding
+from gdpo_jax.policy import packing
 from gdpo_jax.train import metrics, step
 from gdpo_jax.train.experience import minibatches
 from gdpo_jax.train.settings import Settings
@@ -77,6 +78,24 @@ def test_micro_batches_add_up(policy, params, batch, denominator):
   assert_close(gradient(params, state), gradient(params, expected))
   for name in ('loss', 'kl', 'entropy', 'clip_ratio/low_mean'):
     assert row[name] == pytest.approx(expected_row[name], rel=1e-4), name
+
+
+def test_packed_rows_make_the_same_step(policy, params, batch):
+  """Groups keep their order by signal, and rows their place in the loss."""
+  lengths = np.asarray(batch.rollout.mask).sum(1).reshape(-1, GROUP)
+  place = packing.pack(lengths, batch.rollout.tokens.shape[1], 16)
+  assert place.shape[1] == 2
+  changes = {'prompts_per_micro_batch': 2, 'denominator': 'token'}
+  expected, expected_row = run(policy, params, batch, settings(**changes))
+  s = settings(pack_tokens=16, **changes)
+  packed = batch._replace(place=jnp.asarray(place))
+  state, row = run(policy, params, packed, s, times=2)
+  one, one_row = run(policy, params, packed, s)
+  assert_close(
+    gradient(params, one), gradient(params, expected), rtol=1e-5, atol=1e-6
+  )
+  assert one_row == pytest.approx(expected_row, rel=1e-5, abs=1e-6)
+  assert int(state.updates) == 2
 
 
 def test_gradient_is_that_of_the_written_out_loss(policy, params, batch):
