@@ -27,7 +27,6 @@ import jax
 import launcher
 import ml_collections
 import numpy as np
-import orbax.checkpoint as ocp
 import rich.console
 import rich.table
 
@@ -38,6 +37,7 @@ from gdpo_jax.rewards.pipeline import Pipeline
 from gdpo_jax.sampler import Sampling, generate
 from gdpo_jax.tasks.base import encode_prompts, evaluation_batches
 from gdpo_jax.train import monitor, policies, scoring
+from gdpo_jax.train.checkpoint import read_state
 from gdpo_jax.train.settings import Settings
 
 SUBSETS = 200  # of size k for maj@k, drawn for each problem
@@ -65,13 +65,16 @@ def open_run(directory: pathlib.Path) -> Finished:
   if not path.is_file():
     raise ValueError(f'{directory} is no run of a launcher: no config.json.')
   config = ml_collections.ConfigDict(json.loads(path.read_text()))
+  # the devices of this machine, not those of the run
+  config.update(mesh_data=-1, mesh_fsdp=1, mesh_tensor=1)
   fields = json.loads((directory / 'settings.json').read_text())
   known = set(launcher.SETTINGS)
   settings = Settings(**{k: v for k, v in fields.items() if k in known})
   start = launcher.load_model(config)
   if (directory / 'warm_start').is_dir():  # what the run itself started from
     start = start._replace(params=hf.load(directory / 'warm_start')[1])
-  step, trained = _newest(directory / 'checkpoints')
+  step, state = read_state(directory / 'checkpoints')
+  trained = state['params']
   policy = launcher.policy_of(start.config, settings)
   if 'heads' in trained:
     about = monitor.read_about(directory)
@@ -95,19 +98,6 @@ def open_run(directory: pathlib.Path) -> Finished:
     )
   model = start._replace(params=params)
   return Finished(directory, config, settings, model, policy, step)
-
-
-def _newest(directory: pathlib.Path) -> tuple[int, Any]:
-  if not directory.is_dir():
-    raise ValueError(f'{directory} is not there: the run saved no checkpoint.')
-  with ocp.CheckpointManager(directory.absolute()) as manager:
-    step = manager.latest_step()
-    if step is None:
-      raise ValueError(f'{directory} holds no finished checkpoint.')
-    got = manager.restore(
-      step, args=ocp.args.Composite(state=ocp.args.StandardRestore())
-    )
-  return step, got['state']['params']
 
 
 def _sampling(

@@ -156,16 +156,21 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     axes: of the leading axes of x: 'rows' (all devices that split a batch), a
       mesh axis, or None. An axis that does not divide x is left out.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1:
+  if num_devices() == 1:
     return x
-  spec = []
+  mesh, spec = jax.sharding.get_abstract_mesh(), []
   for size, axis in zip(x.shape, axes):
     names = ROWS[0] if axis == 'rows' else (axis,) if axis else ()
     while names and size % int(np.prod([mesh.shape[n] for n in names])):
       names = names[1:]
     spec.append(names or None)
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def num_devices() -> int:
+  """Of the mesh of `use`; 1 without one."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else mesh.size
 
 
 def rows_per_device(num_rows: int) -> int:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from gdpo_jax import sharding
 from gdpo_jax.types import Array
 
 # From here on the work on the rows outweighs the copy of the weight.
@@ -64,6 +65,10 @@ def _dot_cpu(a, b, contract):
 
 
 def _row_major(x):
+  if sharding.num_devices() > 1:
+    # The partitioner does not split what has a layout: every device would get
+    # all rows of x, and compute the whole product.
+    return x
   return with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from gdpo_jax import processes
@@ -277,6 +278,45 @@ class Checkpointer:
   def close(self) -> None:
     """Ends the background threads; `wait` first, to hear of a failure."""
     self._manager.close()
+
+
+def read_state(
+  directory: pathlib.Path, step: int | None = None
+) -> tuple[int, dict[str, Any]]:
+  """(step, state) of a complete checkpoint, the newest by default.
+
+  Arrays on the host, whole, whatever devices wrote them; tuples come back as
+  lists.
+
+  Raises:
+    ValueError: there is none.
+  """
+  if not directory.is_dir():
+    raise ValueError(f'{directory} is not there: the run saved no checkpoint.')
+  # of all items; Orbax warns of one that it could not read
+  handlers = {
+    'state': ocp.PyTreeCheckpointHandler(),
+    'record': ocp.JsonCheckpointHandler(),
+    'flight': ocp.StandardCheckpointHandler(),
+  }
+  with ocp.CheckpointManager(
+    directory.absolute(), item_handlers=handlers
+  ) as manager:
+    step = manager.latest_step() if step is None else step
+    if step not in manager.all_steps():
+      raise ValueError(f'{directory} holds no finished checkpoint.')
+    # Without it Orbax wants the devices of those who wrote.
+    on_host = jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
+      manager.item_metadata(step)['state'].tree,
+    )
+    got = manager.restore(
+      step,
+      args=ocp.args.Composite(
+        state=ocp.args.PyTreeRestore(restore_args=on_host)
+      ),
+    )
+  return step, got['state']
 
 
 def _storable(state: TrainState) -> dict[str, Any]:

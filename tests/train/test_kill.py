@@ -11,10 +11,11 @@ import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
+from gdpo_jax import sharding
 from gdpo_jax.train import metrics
+from gdpo_jax.train.checkpoint import read_state
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = [
@@ -28,12 +29,13 @@ TINY = [
 HEARTBEAT_S = 20
 
 
-def start(directory, steps, save_every=2, processes=1, devices=1):
-  """The same run, begun or gone on with."""
+def start(directory, steps, *more, save_every=2, processes=1, devices=1):
+  """The same run, begun or gone on with; `more` are further settings."""
   command = [
     *TINY,
     f'--config.num_steps={steps}',
     f'--config.save_every={save_every}',
+    *more,
     f'--run_dir={directory}',
   ]
   flags = f'--xla_force_host_platform_device_count={devices}'
@@ -76,15 +78,9 @@ def wait_for_rows(process, directory, num_rows, timeout=900):
 
 
 def final(directory, steps):
-  """Arrays on the host, on however many devices they were saved."""
-  checkpointer = ocp.PyTreeCheckpointer()
-  path = directory.absolute() / 'checkpoints' / str(steps) / 'state'
-  saved = checkpointer.metadata(path).item_metadata.tree
-  plain = jax.tree.map(
-    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved
-  )
-  state = checkpointer.restore(path, restore_args=plain)
-  return ocp.tree.to_flat_dict(state)
+  _, state = read_state(directory / 'checkpoints', steps)
+  flat, _ = jax.tree_util.tree_flatten_with_path(state)
+  return {sharding.path_name(path): leaf for path, leaf in flat}
 
 
 def rows(directory):
@@ -166,10 +162,13 @@ def test_killed_at_twenty_random_moments(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_of_two_processes_dies(tmp_path):
+@pytest.mark.parametrize('off_policy', [0, 1])
+def test_one_of_two_processes_dies(tmp_path, off_policy):
+  """With off_policy 1 a batch that is sampled and not yet trained on as well."""
   whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-  finish(start(whole, 6, processes=2))
-  process = start(killed, 6, processes=2)
+  more = f'--config.off_policy_steps={off_policy}'
+  finish(start(whole, 6, more, processes=2))
+  process = start(killed, 6, more, processes=2)
   wait_for_rows(process, killed, 3)
   children = subprocess.run(
     ['pgrep', '-P', str(process.pid), '-f', 'experiments/math_len.py'],
@@ -184,7 +183,7 @@ def test_one_of_two_processes_dies(tmp_path):
   assert time.monotonic() - died < 2 * HEARTBEAT_S + 30
   assert process.returncode == 128 + signal.SIGKILL
   assert 'another process' in output or 'another task died' in output
-  finish(start(killed, 6, processes=2))
+  finish(start(killed, 6, more, processes=2))
   assert_same(killed, whole, 6)
 
 
