@@ -80,6 +80,7 @@ def count(
       in `once_bytes` alone.
   """
   computations, entry = _parse(text)
+  begun = _begun(computations)
   memo: dict[str, Counts] = {}
 
   def visit(name: str) -> Counts:
@@ -95,6 +96,8 @@ def count(
       kind = op.opcode.removesuffix('-start')
       if kind in ('dot', 'convolution'):
         total.flops += _product_flops(op, instructions)
+      elif kind in _KINDS and begun.get(_channel(op), name) != name:
+        pass  # a part of one that is counted where it begins
       elif kind in _KINDS and once and re.search(once, op.attributes):
         total.once_bytes += _ring_bytes(kind, op)
       elif kind in _KINDS and not op.opcode.endswith('-done'):
@@ -134,6 +137,28 @@ def count(
     collective_bytes=dict(found.collective_bytes),
     collective_calls=dict(found.collective_calls),
   )
+
+
+def _begun(computations):
+  """{channel: fused computation in which its collective begins}.
+
+  A TPU takes a collective apart and fuses the parts with the products that run
+  meanwhile; every part is printed as the whole.
+  """
+  return {
+    _channel(op): name
+    for name, instructions in computations.items()
+    if any(
+      'AsyncCollectiveStart' in x.attributes for x in instructions.values()
+    )
+    for op in instructions.values()
+    if op.opcode in _KINDS
+  }
+
+
+def _channel(op):
+  found = re.search(r'channel_id=(\d+)', op.attributes)
+  return found and found[1]
 
 
 def _parse(text):

@@ -79,6 +79,47 @@ def test_counts_by_hand():
   assert apart.once_bytes == 2 * 8 * 8 * 3 / 4
 
 
+FUSED = """
+HloModule jit_f
+
+%begin (a: bf16[2,8]) -> (bf16[2,8], u32[]) {
+  %a = bf16[2,8]{1,0} parameter(0)
+  %whole = bf16[8,8]{1,0} all-gather(%a), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %started = (bf16[2,8]{1,0}, u32[]) custom-call(%whole), custom_call_target="AsyncCollectiveStart"
+}
+
+%meanwhile (a: bf16[2,8], x: f32[4,4]) -> (f32[4,4], bf16[8,8]) {
+  %a = bf16[2,8]{1,0} parameter(0)
+  %x = f32[4,4]{1,0} parameter(1)
+  %dot = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %whole = bf16[8,8]{1,0} all-gather(%a), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %both = (f32[4,4]{1,0}, bf16[8,8]{1,0}) tuple(%dot, %whole)
+}
+
+%end (a: bf16[2,8]) -> bf16[8,8] {
+  %a = bf16[2,8]{1,0} parameter(0)
+  %whole = bf16[8,8]{1,0} all-gather(%a), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %done = bf16[8,8]{1,0} custom-call(%whole), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main () -> bf16[8,8] {
+  %a = bf16[2,8]{1,0} constant({...})
+  %x = f32[4,4]{1,0} constant({...})
+  %one = (bf16[2,8]{1,0}, u32[]) fusion(%a), kind=kCustom, calls=%begin
+  %two = (f32[4,4]{1,0}, bf16[8,8]{1,0}) fusion(%a, %x), kind=kCustom, calls=%meanwhile
+  %three = (f32[4,4]{1,0}, bf16[8,8]{1,0}) fusion(%a, %x), kind=kCustom, calls=%meanwhile
+  ROOT %out = bf16[8,8]{1,0} fusion(%a), kind=kCustom, calls=%end
+}
+"""
+
+
+def test_a_collective_in_parts_is_counted_once():
+  c = hlo.count(FUSED)
+  assert c.collective_calls == {'all-gather': 1}
+  assert c.collective_bytes == {'all-gather': 2 * 8 * 8 * 3 / 4}
+  assert c.flops == 2 * 2 * 4 * 4 * 4
+
+
 def test_groups_in_all_spellings():
   for text, size in (
     ('replica_groups={{0,2},{1,3}}', 2),
