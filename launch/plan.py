@@ -75,6 +75,15 @@ class Part:
       return None
     return self.arguments + self.outputs + self.temporary
 
+  @property
+  def needed(self) -> int:
+    """`total`; of a program that was refused what the compiler says of it."""
+    if self.total is not None:
+      return self.total
+    said = re.match(r'needs ([\d.]+)([MG])', self.refusal)
+    units = {'M': 2**20, 'G': GIB}
+    return int(float(said[1]) * units[said[2]]) if said else sys.maxsize
+
 
 def topology_devices(name: str) -> list[Any]:
   """Devices of a TPU slice such as 'v5e:4x4'; nothing is attached.
@@ -240,22 +249,38 @@ def refusal(message: str) -> str:
 
 
 def largest(
-  first: int, possible: list[int], fits: Callable[[int], bool]
+  first: int,
+  possible: list[int],
+  memory: Callable[[int], int],
+  limit: int,
 ) -> int | None:
-  """The largest of `possible` (ascending) that fits, starting at `first`.
+  """The largest of `possible` (ascending) whose memory is within the limit.
 
-  Larger ones need more memory; `fits` is asked for as few as that allows.
+  Memory grows with the size, nearly along a line: the first two answers say
+  where to look, and what is returned has been asked about. Three or four
+  questions are the rule. None where not even the smallest is expected to fit.
   """
-  at, best = possible.index(first), None
-  if fits(first):
-    while at + 1 < len(possible) and fits(possible[at + 1]):
-      at += 1
-    best = possible[at]
-  else:
-    while at and best is None:
-      at -= 1
-      best = possible[at] if fits(possible[at]) else None
-  return best
+  at = possible.index(first)
+  known = {first: memory(first)}
+  while True:
+    low = max((s for s, m in known.items() if m <= limit), default=0)
+    high = min((s for s, m in known.items() if m > limit), default=math.inf)
+    between = [s for s in possible if low < s < high]
+    if not between:
+      return low or None
+    if len(known) == 1:
+      at += 1 if low else -1
+      guess = possible[at]
+    else:
+      nearest = sorted(known.items(), key=lambda item: abs(item[0] - low))
+      (a, x), (b, y) = nearest[:2]
+      slope = (y - x) / (b - a)
+      guess = max(
+        (s for s in between if x + slope * (s - a) <= limit), default=0
+      )
+    if not guess:
+      return low or None
+    known[guess] = memory(guess)
 
 
 def divisors(n: int) -> list[int]:
@@ -457,22 +482,15 @@ def plan_tpu(shape, settings: Settings, topology: str, search: bool) -> str:
   if not search:
     return '\n'.join(lines)
   waiting = bytes_per_device(plan.state) - bytes_per_device(plan.params)
-
-  def fits(made, part, beside):
-    def ask(size):
-      if made.get(size) is None:
-        made[size] = part(size)
-      total = made[size].total
-      return total is not None and total + beside <= limit
-
-    return ask
-
-  for name, made, part, whole, beside in (
+  # A size that the devices do not divide would be computed whole on each.
+  shards = sharding.num_row_shards(mesh)
+  for name, made, part, whole, rows, beside in (
     (
       'prompts_per_micro_batch',
       train,
       train_part,
       settings.prompts_per_update,
+      settings.group_size,
       plan.reference_bytes,
     ),
     (
@@ -480,12 +498,27 @@ def plan_tpu(shape, settings: Settings, topology: str, search: bool) -> str:
       decode,
       decode_part,
       settings.prompts_per_step,
+      1,
       plan.reference_bytes + waiting,
     ),
   ):
-    first = next(iter(made))
-    best = largest(first, divisors(whole), fits(made, part, beside))
-    lines += ['', f'The largest {name} that fits: {best or "none"}.']
+
+    def memory(size, made=made, part=part, beside=beside):
+      if size not in made:
+        made[size] = part(size)
+      return made[size].needed + beside
+
+    (first,) = made
+    possible = [n for n in divisors(whole) if n * rows % shards == 0]
+    best = largest(first, sorted({first, *possible}), memory, limit)
+    asked = ', '.join(
+      f'{size}: {gib(memory(size)) if memory(size) < sys.maxsize else "?"}'
+      for size in sorted(made)
+    )
+    lines += [
+      '',
+      f'The largest {name} that fits: {best or "none"} (GiB by size: {asked}).',
+    ]
   return '\n'.join(lines)
 
 

@@ -132,19 +132,25 @@ def test_groups_in_all_spellings():
 
 
 def test_the_largest_that_fits_is_found_with_few_questions():
-  def asked(limit, first):
+  """Sizes whose memory is 2 + 3 * size, and a little more."""
+  sizes = [1, 2, 4, 8, 16, 32, 64]
+
+  def asked(limit, first, bend=0.0):
     tried = []
 
-    def fits(size):
+    def memory(size):
       tried.append(size)
-      return size <= limit
+      return 2 + 3 * size + bend * size**2
 
-    return plan.largest(first, [1, 2, 4, 8, 16], fits), tried
+    return plan.largest(first, sizes, memory, limit), tried
 
-  assert asked(4, 4) == (4, [4, 8])
-  assert asked(16, 4) == (16, [4, 8, 16])
-  assert asked(1, 4) == (1, [4, 2, 1])
-  assert asked(0, 4) == (None, [4, 2, 1])
+  assert asked(100, 4) == (32, [4, 8, 32])
+  assert asked(1000, 4) == (64, [4, 8, 64])
+  assert asked(8, 4) == (2, [4, 2])
+  assert asked(5, 32) == (1, [32, 16, 1])
+  assert asked(4, 4) == (None, [4, 2])
+  # A bend makes the line too hopeful: it is asked again, closer by.
+  assert asked(110, 4, bend=0.02) == (16, [4, 8, 32, 16])
 
 
 def test_a_refusal_in_short():
@@ -154,6 +160,8 @@ def test_a_refusal_in_short():
   )
   assert plan.refusal(said) == 'needs 43.77G of 15.75G'
   assert plan.refusal('another\nmessage') == 'another'
+  part = plan.Part(1, 0, None, None, 0.0, plan.refusal(said))
+  assert part.needed == int(43.77 * 2**30) and part.total is None
 
 
 SHAPE = PolicyConfig(
