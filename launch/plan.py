@@ -16,12 +16,9 @@ eight of 80 GiB, estimates from shapes, and the output says so.
 
 import dataclasses
 import math
-import os
 import pathlib
 import re
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 # The launchers, and the config files, import their neighbours by name.
@@ -33,7 +30,6 @@ import jax.numpy as jnp
 import launcher
 import numpy as np
 from absl import app, flags
-from jax.experimental import topologies
 from ml_collections import config_flags
 
 from gdpo_jax import sampler, sharding
@@ -43,65 +39,15 @@ from gdpo_jax.train import state as state_lib
 from gdpo_jax.train import step as step_lib
 from gdpo_jax.train.settings import Settings
 from launch import hlo
-
-GIB = 2**30
-# GiB of memory of one device, by `device_kind`. The runtime keeps a part of it
-# for itself; the compiler's own limit is a little lower.
-HBM_GIB = {
-  'TPU v4': 32.0,
-  'TPU v5 lite': 16.0,
-  'TPU v5': 95.0,
-  'TPU v6 lite': 32.0,
-}
-
-# Names of the operations that make them; the decode step is a `jit` inside.
-WEIGHTS_OF_A_ROLLOUT = r'jit\(unstack\)|jit\(decode\)/sharding_constraint'
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """One program on one device; bytes."""
-
-  arguments: int
-  outputs: int  # beyond those that take an argument's place
-  temporary: int | None  # None: it does not fit
-  counts: hlo.Counts | None
-  seconds: float = 0.0  # of compilation
-  refusal: str = ''  # the compiler's words
-
-  @property
-  def total(self) -> int | None:
-    if self.temporary is None:
-      return None
-    return self.arguments + self.outputs + self.temporary
-
-  @property
-  def needed(self) -> int:
-    """`total`; of a program that was refused what the compiler says of it."""
-    if self.total is not None:
-      return self.total
-    said = re.match(r'needs ([\d.]+)([MG])', self.refusal)
-    units = {'M': 2**20, 'G': GIB}
-    return int(float(said[1]) * units[said[2]]) if said else sys.maxsize
-
-
-def topology_devices(name: str) -> list[Any]:
-  """Devices of a TPU slice such as 'v5e:4x4'; nothing is attached.
-
-  Raises:
-    ValueError: libtpu is not installed, or does not know the name.
-  """
-  # There is no TPU here and no cloud to ask about it.
-  os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
-  os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
-  os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
-  try:
-    return topologies.get_topology_desc(name, platform='tpu').devices
-  except RuntimeError as error:
-    raise ValueError(
-      f'no topology {name!r}: {str(error).splitlines()[0]} Needed are libtpu '
-      "(pip install 'gdpo_jax[tpu]') and a name such as v5e:4x4 or v5p:2x2x4."
-    ) from error
+from launch.compiling import (
+  GIB,
+  HBM_GIB,
+  Part,
+  compiled,
+  told,
+  topology_devices,
+)
+from launch.search import divisors, largest
 
 
 def placed(tree: Any, where: Any) -> Any:
@@ -203,88 +149,6 @@ class Plan:
     return jax.sharding.NamedSharding(
       self.mesh, jax.sharding.PartitionSpec(*axes)
     )
-
-
-def compiled(lowered: jax.stages.Lowered, arguments: int, trips=1) -> Part:
-  """Compiles; a program that does not fit is a `Part` that says so.
-
-  Args:
-    trips: of loops whose length is not in the program (micro-batches).
-  """
-  began = time.perf_counter()
-  try:
-    done = lowered.compile()
-  except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    spent = time.perf_counter() - began
-    return Part(arguments, 0, None, None, spent, refusal(str(error)))
-  spent = time.perf_counter() - began
-  memory = done.memory_analysis()
-  outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  # `temp_size_in_bytes` adds up what is never alive together.
-  temporary = (
-    memory.peak_memory_in_bytes - memory.argument_size_in_bytes - outputs
-  )
-  return Part(
-    memory.argument_size_in_bytes,
-    outputs,
-    max(0, temporary),
-    hlo.count(done.as_text(), trips, once=WEIGHTS_OF_A_ROLLOUT),
-    spent,
-  )
-
-
-def refusal(message: str) -> str:
-  """'needs 61.2G of 15.75G' from what the compiler says of memory."""
-  found = re.search(
-    r'temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)'
-    r'|Used ([\d.]+\w) of ([\d.]+\w) hbm',
-    message,
-  )
-  if found:
-    needed, available = (g for g in found.groups() if g)
-    return f'needs {needed} of {available}'
-  return message.strip().splitlines()[0][:200]
-
-
-def largest(
-  first: int,
-  possible: list[int],
-  memory: Callable[[int], int],
-  limit: int,
-) -> int | None:
-  """The largest of `possible` (ascending) whose memory is within the limit.
-
-  Memory grows with the size, nearly along a line: the first two answers say
-  where to look, and what is returned has been asked about. Three or four
-  questions are the rule. None where not even the smallest is expected to fit.
-  """
-  at = possible.index(first)
-  known = {first: memory(first)}
-  while True:
-    low = max((s for s, m in known.items() if m <= limit), default=0)
-    high = min((s for s, m in known.items() if m > limit), default=math.inf)
-    between = [s for s in possible if low < s < high]
-    if not between:
-      return low or None
-    if len(known) == 1:
-      at += 1 if low else -1
-      guess = possible[at]
-    else:
-      nearest = sorted(known.items(), key=lambda item: abs(item[0] - low))
-      (a, x), (b, y) = nearest[:2]
-      slope = (y - x) / (b - a)
-      guess = max(
-        (s for s in between if x + slope * (s - a) <= limit), default=0
-      )
-    if not guess:
-      return low or None
-    known[guess] = memory(guess)
-
-
-def divisors(n: int) -> list[int]:
-  return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -520,12 +384,6 @@ def plan_tpu(shape, settings: Settings, topology: str, search: bool) -> str:
       f'The largest {name} that fits: {best or "none"} (GiB by size: {asked}).',
     ]
   return '\n'.join(lines)
-
-
-def told(what: str, part: Part) -> None:
-  """Progress on stderr: a compilation takes minutes."""
-  result = part.refusal or f'{part.total / GIB:.2f} GiB'
-  print(f'{what}: {result} ({part.seconds:.0f} s)', file=sys.stderr, flush=True)
 
 
 def main(argv):

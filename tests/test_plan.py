@@ -10,7 +10,7 @@ from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.train import loop
 from gdpo_jax.train.settings import Settings
-from launch import hlo, plan
+from launch import compiling, hlo, plan, search
 
 # A loop of 3 steps around a product and an all-reduce over 4 devices; an
 # asynchronous all-gather; a product in a TPU's form; a loop of unknown length.
@@ -142,7 +142,7 @@ def test_the_largest_that_fits_is_found_with_few_questions():
       tried.append(size)
       return 2 + 3 * size + bend * size**2
 
-    return plan.largest(first, sizes, memory, limit), tried
+    return search.largest(first, sizes, memory, limit), tried
 
   assert asked(100, 4) == (32, [4, 8, 32])
   assert asked(1000, 4) == (64, [4, 8, 64])
@@ -158,9 +158,9 @@ def test_a_refusal_in_short():
   said += (
     'required for HLO temporaries (43.77G) exceeds available HBM (15.75G).'
   )
-  assert plan.refusal(said) == 'needs 43.77G of 15.75G'
-  assert plan.refusal('another\nmessage') == 'another'
-  part = plan.Part(1, 0, None, None, 0.0, plan.refusal(said))
+  assert compiling.refusal(said) == 'needs 43.77G of 15.75G'
+  assert compiling.refusal('another\nmessage') == 'another'
+  part = compiling.Part(1, 0, None, None, 0.0, compiling.refusal(said))
   assert part.needed == int(43.77 * 2**30) and part.total is None
 
 
@@ -233,7 +233,7 @@ def test_a_tpu_topology_without_a_tpu():
   pytest.importorskip(
     'libtpu', reason='libtpu is in the [tpu] extra; it takes over jax.devices'
   )
-  devices = plan.topology_devices('v5e:4x4')
-  assert len(devices) == 16 and devices[0].device_kind in plan.HBM_GIB
+  devices = compiling.topology_devices('v5e:4x4')
+  assert len(devices) == 16 and devices[0].device_kind in compiling.HBM_GIB
   with pytest.raises(ValueError, match='such as v5e:4x4'):
-    plan.topology_devices('v5e:nonsense')
+    compiling.topology_devices('v5e:nonsense')
