@@ -1,11 +1,13 @@
 """What the plan counts, and that it plans the program that is run."""
 
 import dataclasses
+import re
 
+import jax
 import pytest
 from tiny_runs import byte_model, digits, settings, task, train
 
-from gdpo_jax import sharding
+from gdpo_jax import sampler, sharding
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.train import loop
@@ -199,34 +201,112 @@ def test_the_estimate_for_a_gpu_says_what_it_is():
     plan.estimate(SHAPE, s, 8, 80)
 
 
-def test_the_plan_lowers_the_program_that_the_run_compiles(
-  tmp_path, monkeypatch
-):
-  """On an equal mesh, text by text; a step that differs would be planned wrong."""
-  programs = []
-  real = loop.make_train_step
+@pytest.fixture(scope='module')
+def lowered_by_a_run(tmp_path_factory):
+  """(settings, config, text of the train step, text of the rollout)."""
+  trained, sampled = [], []
+  make, generate = loop.make_train_step, sampler.generate_arrays
 
   def spied(*args):
-    train_step = real(*args)
+    train_step = make(*args)
 
     def call(*arrays):
-      programs.append(train_step.lower(*arrays).as_text())
+      trained.append(train_step.lower(*arrays).as_text())
       return train_step(*arrays)
 
     return call
 
-  monkeypatch.setattr(loop, 'make_train_step', spied)
+  def spied_rollout(*args):
+    sampled.append(generate.lower(*args).as_text())
+    return generate(*args)
+
+  s = settings(num_steps=1, mesh_data=1, mesh_fsdp=2, mesh_tensor=2)
   policy, params = byte_model()
-  s = settings(num_steps=1, mesh_data=2, mesh_fsdp=2)
   one = task(Reward(digits))  # the state of a plan is that of one reward
-  train((policy, params), tmp_path, s, the_task=one, heldout=[])
-  s = s.resolve()
-  mesh = sharding.make_mesh(s.mesh_data, s.mesh_fsdp, s.mesh_tensor)
-  lowered, _ = plan.Plan(policy.config, s, mesh).lower_train_step()
-  assert programs == [lowered.as_text()]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop, 'make_train_step', spied)
+    patch.setattr(sampler, 'generate_arrays', spied_rollout)
+    directory = tmp_path_factory.mktemp('lowered')
+    train((policy, params), directory, s, the_task=one, heldout=[])
+  (step,), (rollout,) = trained, sampled
+  return s.resolve(), policy.config, step, rollout
+
+
+def planned(config, s):
+  sizes = s.mesh_data, s.mesh_fsdp, s.mesh_tensor
+  return plan.Plan(config, s, sharding.make_mesh(*sizes))
+
+
+def test_the_plan_lowers_the_train_step_that_the_run_compiles(lowered_by_a_run):
+  """On an equal mesh, text by text; a step that differs would be planned wrong."""
+  s, config, step, _ = lowered_by_a_run
+  lowered, _ = planned(config, s).lower_train_step()
+  assert step == lowered.as_text()
   other = dataclasses.replace(s, clip_low=0.1)
-  changed, _ = plan.Plan(policy.config, other, mesh).lower_train_step()
-  assert programs != [changed.as_text()]
+  changed, _ = planned(config, other).lower_train_step()
+  assert step != changed.as_text()
+
+
+def functions(text):
+  """Of one jitted function each, by name; values numbered as they come."""
+  found = re.findall(r'func\.func private @(\w+)(.*?)\n  \}', text, re.DOTALL)
+  out = {}
+  for name, body in found:
+    number = {}
+    for value in re.findall(r'%\w+', body):
+      number.setdefault(value, f'%{len(number)}')
+    body = re.sub(r'%\w+', lambda m, number=number: number[m[0]], body)
+    out[name] = re.sub(r'@(\w+?)_\d+\b', r'@\1', body)
+  return out
+
+
+def test_the_plan_lowers_the_decode_step_that_the_run_compiles(
+  lowered_by_a_run,
+):
+  """With the weights of the rollout; the run has it inside of a loop."""
+  s, config, _, rollout = lowered_by_a_run
+  run = functions(rollout)
+  for dtype, same in (('float32', True), ('bfloat16', False)):
+    other = dataclasses.replace(s, rollout_dtype=dtype)
+    lowered, _ = planned(config, other).lower_decode_step()
+    mine = functions(lowered.as_text())
+    for name in ('decode', 'unstack'):
+      assert (run[name] == mine[name]) == same, name
+
+
+def test_the_weights_of_a_rollout_are_gathered_once():
+  """Each over `fsdp`, none inside of the loop over tokens, and no rows."""
+  mesh = sharding.make_mesh(1, 4, 1)
+  config = dataclasses.replace(SHAPE, tied=True)
+  made = plan.Plan(config, Settings(mesh_data=1, mesh_fsdp=4).resolve(), mesh)
+  rows, num_prompts, group = sharding.rows(mesh), 4, 2
+
+  def array(*shape, dtype='int32'):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+
+  of_row = array(num_prompts * group)
+  lowered = sampler.generate_arrays.lower(
+    made.policy,
+    made.params,
+    array(num_prompts, 8),
+    array(num_prompts, 8, dtype='bool'),
+    of_row,
+    of_row,
+    jax.random.key(0),
+    sampler.Sampling(group, 40),
+    mesh,
+  )
+  found = hlo.count(lowered.compile().as_text(), unknown_trips=1000)
+  matrices = [x for x in jax.tree.leaves(made.params) if x.ndim > 2]
+  matrices.append(made.params['embed']['embedding'])
+  whole = 4 * sum(x.size for x in matrices)
+  # norms and biases are split nowhere, or too small to matter
+  assert found.collective_bytes['all-gather'] == pytest.approx(
+    whole * 3 / 4, rel=0.02
+  )
+  # at each token the devices agree whether a row is left, and on nothing else
+  assert found.collective_bytes.keys() == {'all-gather', 'all-reduce'}
+  assert found.collective_bytes['all-reduce'] < 1000 * 16
 
 
 def test_a_tpu_topology_without_a_tpu():
