@@ -19,6 +19,7 @@ import math
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 # The launchers, and the config files, import their neighbours by name.
@@ -295,8 +296,10 @@ def estimate(shape, settings: Settings, num: int, gib_each: float) -> str:
   )
 
 
-def plan_tpu(shape, settings: Settings, topology: str, search: bool) -> str:
-  """The whole report for a TPU topology, as Markdown."""
+def plan_tpu(
+  shape, settings: Settings, topology: str, search: bool
+) -> Iterator[str]:
+  """The report for a TPU topology, as Markdown, part by part as it is known."""
   devices = topology_devices(topology)
   mesh = sharding.make_mesh(
     settings.mesh_data,
@@ -331,20 +334,18 @@ def plan_tpu(shape, settings: Settings, topology: str, search: bool) -> str:
     for size in made:
       made[size] = part(size)
   (first_train,), (first_decode,) = train, decode
-  lines = [
+  yield (
     f'{topology}: {len(devices)} x {kind}, mesh data={mesh.shape["data"]} '
     f'fsdp={mesh.shape["fsdp"]} tensor={mesh.shape["tensor"]}; '
     f'{shape.num_params / 1e9:.2f}e9 parameters; '
     f'{first_train} prompts x {settings.group_size} per micro-batch, '
     f'{first_decode} x {settings.group_size} per rollout, '
-    f'{settings.max_prompt_tokens} + {settings.max_new_tokens} tokens.',
-    '',
-    memory_table(plan, train[first_train], decode[first_decode], limit),
-    '',
-    counts_table(train[first_train], decode[first_decode]),
-  ]
+    f'{settings.max_prompt_tokens} + {settings.max_new_tokens} tokens.'
+  )
+  yield memory_table(plan, train[first_train], decode[first_decode], limit)
+  yield counts_table(train[first_train], decode[first_decode])
   if not search:
-    return '\n'.join(lines)
+    return
   waiting = bytes_per_device(plan.state) - bytes_per_device(plan.params)
   # A size that the devices do not divide would be computed whole on each.
   shards = sharding.num_row_shards(mesh)
@@ -379,11 +380,9 @@ def plan_tpu(shape, settings: Settings, topology: str, search: bool) -> str:
       f'{size}: {gib(memory(size)) if memory(size) < sys.maxsize else "?"}'
       for size in sorted(made)
     )
-    lines += [
-      '',
-      f'The largest {name} that fits: {best or "none"} (GiB by size: {asked}).',
-    ]
-  return '\n'.join(lines)
+    yield (
+      f'The largest {name} that fits: {best or "none"} (GiB by size: {asked}).'
+    )
 
 
 def main(argv):
@@ -399,7 +398,8 @@ def main(argv):
   if gpu := re.fullmatch(r'gpu:(\d+)x(\d+)', topology):
     print(estimate(shape, settings, int(gpu[1]), float(gpu[2])))
   else:
-    print(plan_tpu(shape, settings, topology, _SEARCH.value))
+    for paragraph in plan_tpu(shape, settings, topology, _SEARCH.value):
+      print(paragraph, end='\n\n', flush=True)
 
 
 if __name__ == '__main__':
