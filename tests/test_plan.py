@@ -1,7 +1,11 @@
 """What the plan counts, and that it plans the program that is run."""
 
 import dataclasses
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -13,6 +17,8 @@ from gdpo_jax.rewards.pipeline import Reward
 from gdpo_jax.train import loop
 from gdpo_jax.train.settings import Settings
 from launch import compiling, hlo, plan, search
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 # A loop of 3 steps around a product and an all-reduce over 4 devices; an
 # asynchronous all-gather; a product in a TPU's form; a loop of unknown length.
@@ -307,6 +313,20 @@ def test_the_weights_of_a_rollout_are_gathered_once():
   # at each token the devices agree whether a row is left, and on nothing else
   assert found.collective_bytes.keys() == {'all-gather', 'all-reduce'}
   assert found.collective_bytes['all-reduce'] < 1000 * 16
+
+
+@pytest.mark.slow
+def test_work_and_traffic_of_a_device_are_flat_from_2_to_64_devices():
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.weak_scaling'],
+    cwd=ROOT,
+    env={k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  spread = re.search(r'Largest spread .*: ([\d.]+)%', done.stdout)
+  assert float(spread[1]) < 10, done.stdout
 
 
 def test_a_tpu_topology_without_a_tpu():

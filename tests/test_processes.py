@@ -110,16 +110,72 @@ def test_shellcheck_has_nothing_to_say(script):
   assert done.returncode == 0, done.stdout
 
 
+def _object(required=(), **fields):
+  return {
+    'type': 'object',
+    'additionalProperties': False,
+    'required': list(required),
+    'properties': fields,
+  }
+
+
+TEXT, WHOLE, YES = ({'type': t} for t in ('string', 'integer', 'boolean'))
+LABEL = {'type': 'string', 'pattern': '^[a-z0-9]([-a-z0-9]*[a-z0-9])?$'}
+# The fields of jobset.x-k8s.io/v1alpha2 as its API reference lists them; the Job
+# inside has a schema of its own. Parts that are not used here are any object.
+JOBSET = _object(
+  ('apiVersion', 'kind', 'metadata', 'spec'),
+  apiVersion={'const': 'jobset.x-k8s.io/v1alpha2'},
+  kind={'const': 'JobSet'},
+  metadata=_object(
+    ('name',),
+    name=LABEL,
+    namespace=LABEL,
+    labels={'additionalProperties': TEXT},
+    annotations={'additionalProperties': TEXT},
+  ),
+  spec=_object(
+    ('replicatedJobs',),
+    replicatedJobs={
+      'type': 'array',
+      'minItems': 1,
+      'items': _object(
+        ('name', 'template'),
+        name=LABEL,
+        groupName=LABEL,
+        replicas=WHOLE,
+        template=_object(('spec',), metadata={}, spec={'type': 'object'}),
+        dependsOn={'type': 'array', 'maxItems': 1},
+      ),
+    },
+    failurePolicy=_object(
+      maxRestarts=WHOLE, restartStrategy=TEXT, rules={'type': 'array'}
+    ),
+    network=_object(
+      enableDNSHostnames=YES, subdomain=LABEL, publishNotReadyAddresses=YES
+    ),
+    successPolicy={'type': 'object'},
+    startupPolicy={'type': 'object'},
+    coordinator={'type': 'object'},
+    suspend=YES,
+    managedBy=TEXT,
+    ttlSecondsAfterFinished=WHOLE,
+  ),
+)
+
+
 def test_the_jobset_holds_a_valid_job():
+  jsonschema = pytest.importorskip('jsonschema')  # kubernetes-validate has it
   kubernetes_validate = pytest.importorskip(
     'kubernetes_validate', reason='kubernetes-validate is in the [dev] extra'
   )
   jobset = yaml.safe_load((ROOT / 'launch/gke_jobset.yaml').read_text())
-  assert jobset['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
-  assert jobset['kind'] == 'JobSet'
-  assert jobset['spec'].keys() == {'failurePolicy', 'replicatedJobs'}
+  jsonschema.validate(jobset, JOBSET)
+  for wrong in ({'replicas': 1}, {'failurePolicy': {'maxRestarts': '20'}}):
+    with pytest.raises(jsonschema.ValidationError):
+      changed = {**jobset, 'spec': {**jobset['spec'], **wrong}}
+      jsonschema.validate(changed, JOBSET)
   (replicated,) = jobset['spec']['replicatedJobs']
-  assert replicated.keys() == {'name', 'replicas', 'template'}
   job = {
     'apiVersion': 'batch/v1',
     'kind': 'Job',
@@ -135,4 +191,5 @@ def test_the_jobset_holds_a_valid_job():
   hosts = spec['completions']
   assert spec['parallelism'] == hosts == int(env['GDPO_NUM_PROCESSES'])
   env['GDPO_PROCESS_ID'] = '0'  # from the pod's index
+  # <set>-<job>-<index of the job>-<index of the pod>.<set>
   assert processes.membership(env).coordinator == 'gdpo-slice-0-0.gdpo:29400'

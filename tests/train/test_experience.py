@@ -1,10 +1,13 @@
 """Which row of a batch belongs to which prompt, and which rows count."""
 
+import jax
 import numpy as np
 import pytest
 from tiny_runs import TOKENIZER, byte_model, digits, settings, task, train
 
+from gdpo_jax import sampler, sharding
 from gdpo_jax.rewards.pipeline import Pipeline, Reward
+from gdpo_jax.train.experience import sample
 from gdpo_jax.train.scoring import decode_completions, submit_rollout
 from gdpo_jax.types import Prompts, Rollout
 
@@ -64,3 +67,22 @@ def test_rows_that_every_reward_abstains_on_do_not_train(tmp_path):
   assert row['rewards/overlong/missing'] == 0.25
   assert row['rewards/seen/missing'] == 0
   assert np.isfinite(row['loss']) and row['grad_norm'] > 0
+
+
+def test_prompts_that_the_devices_do_not_divide_are_filled_up_and_cut():
+  """Five on four devices: their samples are those of one device, and no more."""
+  policy, params = byte_model()
+  tokens = np.random.default_rng(0).integers(2, 256, (5, 6)).astype(np.int32)
+  prompts = Prompts(tokens, np.ones((5, 6), bool), [])
+  sampling = sampler.Sampling(2, 4, eos_ids=tuple(range(200, 256)))
+  found = [
+    sample(policy, params, prompts, jax.random.key(0), sampling, mesh, ids)
+    for mesh, ids in (
+      (sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1]), None),
+      (sharding.make_mesh(2, 2, 1), np.arange(10)),
+    )
+  ]
+  assert found[1].tokens.shape == (10, 4)
+  for name in ('prompt', 'tokens', 'mask', 'ended'):
+    np.testing.assert_array_equal(*(getattr(r, name) for r in found))
+  np.testing.assert_allclose(found[0].logp, found[1].logp, atol=1e-5)
