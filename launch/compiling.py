@@ -13,12 +13,12 @@ from jax.experimental import topologies
 from launch import hlo
 
 GIB = 2**30
-# GiB of memory of one device, by `device_kind`. The runtime keeps a part of it
-# for itself; the compiler's own limit is a little lower.
+# GiB of memory of one device, by `device_kind`; of v5e and v5p what the compiler
+# gives to a program (16 and 96 less a share for the runtime).
 HBM_GIB = {
   'TPU v4': 32.0,
-  'TPU v5 lite': 16.0,
-  'TPU v5': 95.0,
+  'TPU v5 lite': 15.75,
+  'TPU v5': 95.74,
   'TPU v6 lite': 32.0,
 }
 

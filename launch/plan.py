@@ -189,7 +189,7 @@ def memory_table(plan: Plan, train: Part, decode: Part, limit: int) -> str:
     'its results',
     'what lies beside it',
     'in all',
-    f'of {limit / GIB:.0f}',
+    f'of {gib(limit)}',
   )
   # The optimizer's state waits while the sampler runs.
   waiting = state - params + reference
