@@ -1,14 +1,14 @@
 """One whole GRPO step in a process of its own, for time and peak memory.
 
-  python -m experiments.bench_step gdpo_jax DIRECTORY DTYPE
-  python -m experiments.bench_step trl DIRECTORY float32
+  python -m experiments.bench_step gdpo_jax DIRECTORY DTYPE 3
+  python -m experiments.bench_step trl DIRECTORY float32 3
 
 Samples 8 prompts x 4 rows x 128 tokens, scores them with a function that costs
 nothing, and makes one AdamW step in micro-batches of 8 rows, without KL. The
 directory holds weights and tokenizer in Hugging Face format. The last line is
-JSON: seconds of the step (ours is run twice, and the first, which compiles, is
-said apart), seconds of its parts where known, and the peak of the resident
-size in GiB. `experiments.benchmark` calls it for both sides.
+JSON: seconds of so many steps (of ours, the first, which compiles, is said
+apart), those of sampling where known, and the peak of the resident size in GiB.
+`experiments.benchmark` calls it for both sides.
 """
 
 import json
@@ -30,7 +30,7 @@ def texts(encode):
   return out
 
 
-def gdpo_jax(directory: str, dtype: str):
+def gdpo_jax(directory: str, dtype: str, repeats: int):
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -68,14 +68,14 @@ def gdpo_jax(directory: str, dtype: str):
   del params
   step = make_train_step(policy, optimizer, settings, mesh)
   sampling = sampler.Sampling(GROUP, NEW_TOKENS, dtype=dtype)
-  out = {}
-  for turn, name in enumerate(('first', 'seconds')):
+  out = {'seconds': [], 'sampling': []}
+  for turn in range(repeats + 1):
     start = time.perf_counter()
     rollout = sampler.generate(
       policy, state.params, prompts, jax.random.key(turn), sampling
     )
     jax.block_until_ready(rollout)
-    out['generation'] = time.perf_counter() - start
+    sampled = time.perf_counter() - start
     rewards = (
       jnp.asarray(rollout.tokens).mean(axis=1).reshape(PROMPTS, GROUP, 1)
     )
@@ -89,12 +89,17 @@ def gdpo_jax(directory: str, dtype: str):
     )
     state, _ = step(state, jax.device_put(batch, sharding.rows(mesh)))
     jax.block_until_ready(state)
-    out[name] = time.perf_counter() - start
+    spent = time.perf_counter() - start
+    if turn:
+      out['seconds'].append(spent)
+      out['sampling'].append(sampled)
+    else:
+      out['first'] = spent
   out['peak_gib'] = accounting.peak_memory()['memory/host_peak']
   return out
 
 
-def trl(directory: str, dtype: str):
+def trl(directory: str, dtype: str, repeats: int):
   import resource
 
   import torch
@@ -102,14 +107,14 @@ def trl(directory: str, dtype: str):
   from datasets import Dataset
   from trl import GRPOConfig, GRPOTrainer
 
-  seconds = {}
+  seconds = []
 
   class Clock(transformers.TrainerCallback):
     def on_step_begin(self, *args, **kwargs):
-      seconds['start'] = time.perf_counter()
+      seconds.append(-time.perf_counter())
 
     def on_step_end(self, *args, **kwargs):
-      seconds['seconds'] = time.perf_counter() - seconds.pop('start')
+      seconds[-1] += time.perf_counter()
 
   tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
   model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -131,7 +136,7 @@ def trl(directory: str, dtype: str):
       generation_kwargs={'min_new_tokens': NEW_TOKENS},
       learning_rate=LEARNING_RATE,
       beta=0.0,
-      max_steps=1,
+      max_steps=repeats,
       save_strategy='no',
       report_to='none',
       disable_tqdm=True,
@@ -140,9 +145,10 @@ def trl(directory: str, dtype: str):
   )
   trainer.train()
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-  return {'seconds': seconds['seconds'], 'peak_gib': peak}
+  return {'seconds': seconds, 'peak_gib': peak}
 
 
 if __name__ == '__main__':
-  side, where, precision = sys.argv[1:]
-  print(json.dumps({'gdpo_jax': gdpo_jax, 'trl': trl}[side](where, precision)))
+  side, where, precision, turns = sys.argv[1:]
+  sides = {'gdpo_jax': gdpo_jax, 'trl': trl}
+  print(json.dumps(sides[side](where, precision, int(turns))))

@@ -355,7 +355,8 @@ def main(
   out = flags.DEFINE_string('out', out, 'Where all is written.')
   jobs = flags.DEFINE_integer('jobs', 1, 'Runs at once.', lower_bound=1)
   devices = flags.DEFINE_list('devices', [], 'Accelerators, one for each run.')
-  flags.mark_flag_as_required('config')
+  if not config_file:
+    flags.mark_flag_as_required('config')
 
   def start(argv):
     if len(argv) > 1:
