@@ -140,13 +140,17 @@ def curve(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
   """(steps, mean, low, high) over seeds of a training metric, step by step.
 
-  The interval is over seeds; with one of them it has no width.
+  The interval is over seeds; with one of them it has no width. All are empty
+  where a run does not know the metric.
   """
-  steps = sorted(set.intersection(*(set(_series(run, key)) for run in runs)))
-  table = np.array([[_series(run, key)[s] for s in steps] for run in runs])
+  series = [_series(run, key) for run in runs]
+  steps = sorted(set.intersection(*map(set, series)))
+  if not steps:
+    return (np.zeros(0),) * 4
+  table = np.array([[values[s] for s in steps] for values in series])
   rng = np.random.default_rng(0)
   rows = rng.integers(len(runs), size=(RESAMPLES, len(runs)))
-  means = table[rows].mean(axis=1) if steps else table.mean(axis=0)
+  means = table[rows].mean(axis=1)
   edge = 50 * (1 - LEVEL)
   low, high = np.percentile(means, [edge, 100 - edge], axis=0)
   return np.array(steps), table.mean(axis=0), low, high

@@ -46,14 +46,20 @@ DEFAULT = 'grpo,grpo_batch,dr_grpo,mo_grpo,gdpo'
 
 
 class Variant(NamedTuple):
-  """An algorithm, with settings of its own."""
+  """An algorithm, with settings of its own.
+
+  Or a student: with `teachers` there is no algorithm but distillation from
+  their runs of the same seed, for as many steps.
+  """
 
   algorithm: str
   settings: tuple[str, ...] = ()  # 'field=value'
+  label: str = ''  # instead of a name made of the two
+  teachers: tuple['Variant', ...] = ()
 
   @property
   def name(self) -> str:
-    return ':'.join([self.algorithm, *self.settings])
+    return self.label or ':'.join([self.algorithm, *self.settings])
 
   @property
   def directory(self) -> str:
@@ -124,18 +130,29 @@ def run_all(
     environment = dict(os.environ)
     if slot is not None:
       environment['CUDA_VISIBLE_DEVICES'] = slot
-    command = [
-      sys.executable,
-      str(HERE / f'{experiment}.py'),
-      *arguments,
-      *variant.arguments,
-      f'--config.seed={seed}',
-      f'--run_dir={directory}',
-    ]
+    if variant.teachers:
+      command = [
+        str(HERE / 'distill.py'),
+        *(str(out / v.directory / str(seed)) for v in variant.teachers),
+        f'--steps={num_steps}',
+        f'--seed={seed}',
+        f'--out={directory}',
+      ]
+    else:
+      command = [
+        str(HERE / f'{experiment}.py'),
+        *arguments,
+        *variant.arguments,
+        f'--config.seed={seed}',
+        f'--run_dir={directory}',
+      ]
     print(f'{variant.name}, seed {seed}: {directory}/log.txt', flush=True)
     with (directory / 'log.txt').open('a', encoding='utf-8') as log:
       done = subprocess.run(
-        command, env=environment, stdout=log, stderr=subprocess.STDOUT
+        [sys.executable, *command],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
       )
     slots.put(slot)
     return None if done.returncode == 0 else directory
@@ -283,6 +300,8 @@ def _figure(runs, found) -> str:
   for axis, (label, key) in zip(axes, keys):
     for i, (name, seeds) in enumerate(runs.items()):
       steps, mean, low, high = analysis.curve(seeds, key)
+      if not len(steps):  # students are taught without rewards
+        continue
       axis.plot(steps, mean, color=f'C{i}', label=name)
       axis.fill_between(steps, low, high, color=f'C{i}', alpha=0.2)
     axis.set_title(label, fontsize=10)

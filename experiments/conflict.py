@@ -11,6 +11,8 @@ same supervised start per seed:
   gdpo_heads  GDPO with a head per reward, trained together with the trunk
   decoupled   independent sub-policies: a quarter of their gradient reaches the
               trunk, every third update, after a cold start; dynamic fusion
+  correct_alone, short_alone  GRPO on one of the rewards
+  distilled   one policy that learns from these two (see distill.py)
 
 A run that has ended is not run again, one that was stopped goes on. Writes
 OUT/compare.html (curves with intervals, table, paired differences with ppo,
@@ -24,17 +26,26 @@ import compare
 
 CONFIG = pathlib.Path(__file__).parent / 'configs' / 'math_len.py'
 SUB = 'subpolicy_rank=8'
-VARIANTS = {
-  'ppo': compare.Variant('ppo'),
-  'morl': compare.Variant('grpo', ('weight_schedule=sampled',)),
-  'gdpo': compare.Variant('gdpo'),
-  'gdpo_heads': compare.Variant(
-    'gdpo', (SUB, 'subpolicy_isolation=1.0', 'subpolicy_every=1')
+_ALONE = (
+  compare.Variant('grpo', ('task.weights.length=0.0',), 'correct_alone'),
+  compare.Variant('grpo', ('task.weights.correct=0.0',), 'short_alone'),
+)
+_VARIANTS = (
+  compare.Variant('ppo'),
+  compare.Variant('grpo', ('weight_schedule=sampled',), 'morl'),
+  compare.Variant('gdpo'),
+  compare.Variant(
+    'gdpo', (SUB, 'subpolicy_isolation=1.0', 'subpolicy_every=1'), 'gdpo_heads'
   ),
-  'decoupled': compare.Variant(
-    'gdpo', (SUB, 'subpolicy_cold_start=10', 'fusion_entropy_coef=0.001')
+  compare.Variant(
+    'gdpo',
+    (SUB, 'subpolicy_cold_start=10', 'fusion_entropy_coef=0.001'),
+    'decoupled',
   ),
-}
+  *_ALONE,
+  compare.Variant('', label='distilled', teachers=_ALONE),
+)
+VARIANTS = {variant.name: variant for variant in _VARIANTS}
 
 
 def variants_of(names: str) -> list[compare.Variant]:

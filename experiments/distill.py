@@ -6,7 +6,8 @@
 The student starts where the first teacher started, and answers that teacher's
 problems; see gdpo_jax/train/distill.py. Teachers that know one reward each are
 runs with the others' weights at 0 (--config.task.weights.length=0). Writes a
-directory for transformers, and log.jsonl beside it.
+directory for transformers, and beside it what a run leaves: metrics.jsonl and
+the answers to held-out problems before and after, heldout/STEP.jsonl.
 """
 
 import argparse
@@ -19,7 +20,11 @@ import launcher
 import run as runs
 
 from gdpo_jax.policy import hf
+from gdpo_jax.rewards.pipeline import Pipeline
+from gdpo_jax.sampler import Sampling
 from gdpo_jax.train.distill import distill
+from gdpo_jax.train.evaluate import evaluate
+from gdpo_jax.train.metrics import JSONL
 
 
 def main(argv=None) -> None:
@@ -60,16 +65,31 @@ def _distill(args) -> None:
   shares = [1.0] * len(found)
   if args.shares:
     shares = [float(share) for share in args.shares.split(',')]
+  policy = launcher.policy_of(student.config, settings)
   args.out.mkdir(parents=True, exist_ok=True)
-  with (args.out / 'log.jsonl').open('w', encoding='utf-8') as log:
+  (args.out / 'settings.json').write_text(
+    json.dumps(dataclasses.asdict(settings), indent=2)
+  )
+  with (args.out / JSONL).open('w', encoding='utf-8') as log:
+
+    def write(step, row):
+      log.write(json.dumps({'step': step, **row}) + '\n')
 
     def report(step, row):
-      log.write(json.dumps({'step': step, **row}) + '\n')
+      write(step, row)
       if step % 10 == 0 or step == args.steps:
         print(f'{step}/{args.steps}  gap {row["distill/gap"]:.3f} nats/token')
 
+    def held_out(step, params):
+      result = _evaluate(first.config, settings, task, student, policy, params)
+      if result:
+        result.write(args.out / 'heldout' / f'{step}.jsonl')
+        summary = result.summary()
+        write(step, {f'eval/{key}': value for key, value in summary.items()})
+
+    held_out(0, student.params)
     params = distill(
-      launcher.policy_of(student.config, settings),
+      policy,
       student.params,
       [(one.policy, one.model.params) for one in found],
       shares,
@@ -78,8 +98,36 @@ def _distill(args) -> None:
       settings,
       report,
     )
+    held_out(args.steps, params)
   hf.save(args.out, student.config, params, student.tokenizer, 'float32')
   print(args.out)
+
+
+def _evaluate(config, settings, task, student, policy, params):
+  """Greedy answers, as in a run; None where the task has no such problems."""
+  heldout = task.heldout[: config.heldout]
+  if not heldout:
+    return None
+  tokenizer = student.tokenizer
+  sampling = Sampling(
+    group_size=1,
+    max_new_tokens=settings.max_new_tokens,
+    temperature=0.0,
+    eos_ids=tuple(tokenizer.eos_ids),
+    pad_id=tokenizer.pad_id,
+  )
+  with Pipeline(task.rewards) as pipeline:
+    return evaluate(
+      policy,
+      params,
+      tokenizer,
+      pipeline,
+      heldout,
+      sampling,
+      settings.max_prompt_tokens,
+      min(config.eval_batch_size, len(heldout)),
+      launcher.mesh_of(settings),
+    )
 
 
 if __name__ == '__main__':

@@ -135,5 +135,6 @@ def distill(
     state = state._replace(step=state.step + 1)
     row = metrics.to_host(update)
     row['distill/gap'] = float(mean)
+    row['completions/mean_length'] = float(rollout.mask.sum(-1).mean())
     report(step + 1, row)
   return policies.finished(given, policy, {**base, **state.params}, settings)[1]

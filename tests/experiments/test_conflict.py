@@ -3,7 +3,10 @@
 import ast
 import dataclasses
 import importlib.util
+import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -27,14 +30,29 @@ def tiny_conflict():
 @pytest.mark.parametrize('name', conflict.VARIANTS)
 def test_every_method_is_one_that_can_run(name):
   variant = conflict.VARIANTS[name]
+  for teacher in variant.teachers:  # each has a run before its student
+    assert list(conflict.VARIANTS).index(teacher.name) < list(
+      conflict.VARIANTS
+    ).index(name)
+  if variant.teachers:
+    return
   config = tiny_conflict()
   config.algorithm = variant.algorithm
   for text in variant.settings:
     field, value = text.split('=')
-    old = config[field]
-    config[field] = (
+    *path, last = field.split('.')
+    part = config
+    for step in path:
+      part = part[step]
+    old = part[last]
+    part[last] = (
       type(old)(value) if isinstance(old, str) else ast.literal_eval(value)
     )
+  weights = config.task.weights
+  assert (weights.correct, weights.length) == {
+    'correct_alone': (1, 0),
+    'short_alone': (0, 1),
+  }.get(name, (1, 1))
   fields = [field.name for field in dataclasses.fields(Settings)]
   s = Settings(**{field: config[field] for field in fields}).resolve()
   assert bool(s.subpolicy_rank) == (name in ('gdpo_heads', 'decoupled'))
@@ -63,3 +81,24 @@ def test_some_of_the_methods():
   ]
   with pytest.raises(ValueError, match='gdpoo'):
     conflict.variants_of('gdpoo,ppo')
+
+
+@pytest.mark.slow
+def test_a_student_of_two_runs_is_compared_with_them(tmp_path):
+  command = [
+    sys.executable,
+    str(EXPERIMENTS / 'conflict.py'),
+    f'--out={tmp_path}',
+    '--seeds=0',
+    '--algorithms=correct_alone,short_alone,distilled',
+    '--config.num_steps=2',
+    '--config.warm_start_updates=2',
+    '--config.heldout=8',
+    '--config.eval_batch_size=8',
+  ]
+  environment = dict(os.environ, PYTHONPATH=str(EXPERIMENTS.parent))
+  subprocess.run(command, env=environment, check=True)
+  found = json.loads((tmp_path / 'compare.json').read_text())
+  assert list(found['heldout']) == ['correct_alone', 'short_alone', 'distilled']
+  rows = (tmp_path / 'distilled' / '0' / 'metrics.jsonl').read_text()
+  assert rows.count('distill/gap') == 2 and rows.count('eval/rewards') == 4 * 2
