@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from gdpo_jax.train.metrics import JSONL, read_jsonl, split_history
 
@@ -112,8 +113,8 @@ def _mean(values: np.ndarray) -> float:
 def over_seeds(values: np.ndarray, seed: int = 0) -> Interval:
   """Interval of the mean of f[S], one number per seed.
 
-  With few seeds such intervals are too narrow: with four, about 80% of them
-  hold the truth; with one they have no width.
+  With few seeds such intervals are too narrow: of normal numbers 78% of them
+  hold the truth with four seeds, 89% with eight; with one they have no width.
   """
   rows = np.random.default_rng(seed).integers(
     len(values), size=(RESAMPLES, len(values))
@@ -121,6 +122,19 @@ def over_seeds(values: np.ndarray, seed: int = 0) -> Interval:
   edge = 50 * (1 - LEVEL)
   low, high = np.percentile(values[rows].mean(axis=1), [edge, 100 - edge])
   return Interval(float(values.mean()), float(low), float(high))
+
+
+def student(values: np.ndarray) -> Interval:
+  """Student's interval of the mean of f[S]; infinite with one value.
+
+  Of normal numbers 95% of them hold the truth, however few there are.
+  """
+  mean = float(values.mean())
+  if len(values) < 2:
+    return Interval(mean, -math.inf, math.inf)
+  error = float(values.std(ddof=1)) / math.sqrt(len(values))
+  width = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * error
+  return Interval(mean, mean - width, mean + width)
 
 
 def paired(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Interval:

@@ -231,15 +231,20 @@ def write_raw(
   partial.rename(path)
 
 
-def scores(raw: Raw, last: int = 10) -> np.ndarray:
-  """f[K]: each reward within its declared range, mean of the last steps.
+def scores(
+  raw: Raw, start: int | None = -10, stop: int | None = None
+) -> np.ndarray:
+  """f[K]: each reward within its declared range, mean of the last ten steps.
 
-  Of answers sampled for training, on prompts that hardly any step has seen
+  Of answers sampled for training, on prompts that no step has seen
   before. Raw values: conditions are not carried out.
+
+  Args:
+    start, stop: which steps instead, as in a slice.
   """
   low, high = raw.ranges.T
   means = [
-    [row[f'rewards/{name}/mean'] for row in raw.run.training[-last:]]
+    [row[f'rewards/{name}/mean'] for row in raw.run.training[start:stop]]
     for name in raw.run.names
   ]
   return (np.mean(means, axis=1) - low) / (high - low)

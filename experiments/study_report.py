@@ -11,149 +11,34 @@ is written by hand and stays. Numbers are of two kinds:
   held-out  256 problems at the end, greedy answers
 
 `score` is the mean of all rewards, each within its declared range; conditions
-are not carried out in it. Brackets are 95% bootstrap intervals over seeds;
-differences are taken within a seed, which shares data and supervised start.
+are not carried out in it. Brackets behind means are 95% bootstrap intervals
+over seeds. Differences are taken within a seed, which shares data and
+supervised start, and have Student's intervals: a bootstrap of so few seeds is
+too narrow for a verdict.
 """
 
 import argparse
 import collections
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-import analysis
 import numpy as np
 import study_cells
+import study_figures
 import study_tasks
-
-LAST = 10  # steps that 'sampled' is taken over
-BASE = 'grpo'
-SETTING = dict[str, dict[int, study_cells.Raw]]  # method -> seed -> cell
-
-
-class Study(NamedTuple):
-  """The cells of one study, sorted."""
-
-  directory: pathlib.Path
-  rates: dict[str, float]  # the best of each method, where the sweep has ended
-  raws: dict[study_cells.Cell, study_cells.Raw]
-
-  def setting(
-    self,
-    task: str,
-    group: int | None = None,
-    weights: tuple[float, ...] | None = None,
-  ) -> SETTING:
-    """Method -> seed -> cell, of the compared seeds, at the best rates."""
-    found: SETTING = collections.defaultdict(dict)
-    real = task in study_cells.REAL
-    for cell, raw in self.raws.items():
-      wanted = (
-        study_cells.REAL[task][2] if real else self.rates.get(cell.method)
-      )
-      size = 8 if group is None and not real else group
-      if (
-        cell.task == task
-        and cell.seed in study_cells.SEEDS
-        and cell.rate == wanted
-        and size in (None, cell.group_size)
-        and cell.weights == (weights or (1.0,) * len(cell.weights))
-      ):
-        found[cell.method][cell.seed] = raw
-    return {m: found[m] for m in study_cells.METHODS if m in found}
-
-
-def load(directory: pathlib.Path) -> Study:
-  raws = [
-    study_cells.read_raw(path)
-    for path in sorted((directory / 'raw').rglob('*.jsonl.gz'))
-  ]
-  return Study(
-    directory,
-    study_cells.best_rates(directory) or {},
-    {raw.cell: raw for raw in raws},
-  )
-
-
-# Numbers of a cell, f[] each.
-
-
-def sampled(name: str) -> Callable[[study_cells.Raw], float]:
-  """Mean of a reward over the last steps."""
-
-  def of(raw: study_cells.Raw) -> float:
-    rows = raw.run.training[-LAST:]
-    return float(np.mean([row[f'rewards/{name}/mean'] for row in rows]))
-
-  return of
-
-
-def score(raw: study_cells.Raw) -> float:
-  return float(study_cells.scores(raw, LAST).mean())
-
-
-def whole_score(raw: study_cells.Raw) -> float:
-  """The mean over all steps: who is early is ahead."""
-  return float(study_cells.scores(raw, len(raw.run.training)).mean())
-
-
-def heldout(name: str) -> Callable[[study_cells.Raw], float]:
-  def of(raw: study_cells.Raw) -> float:
-    return float(np.nanmean(raw.run.after[:, raw.run.names.index(name)]))
-
-  return of
-
-
-def all_at_once(raw: study_cells.Raw) -> float:
-  """Share of held-out answers that have every reward at its highest."""
-  return float((raw.run.after >= raw.ranges[:, 1]).all(axis=1).mean())
-
-
-def interval(
-  cells: dict[int, study_cells.Raw], number: Callable[[study_cells.Raw], float]
-) -> analysis.Interval:
-  return analysis.over_seeds(np.array([number(raw) for raw in cells.values()]))
-
-
-class Difference(NamedTuple):
-  """One method less another, within seeds."""
-
-  interval: analysis.Interval
-  ahead: int  # seeds in which it is above 0
-  seeds: int
-
-  @property
-  def verdict(self) -> str:
-    """What the interval says: 'ahead', 'behind' or 'open'."""
-    if self.seeds < 3:
-      return 'open'
-    if self.interval.low > 0:
-      return 'ahead'
-    return 'behind' if self.interval.high < 0 else 'open'
-
-  def __str__(self) -> str:
-    i = self.interval
-    mark = '' if self.verdict == 'open' else '**'
-    return (
-      f'{mark}{i.mean:+.3f}{mark} [{i.low:+.3f}, {i.high:+.3f}] '
-      f'{self.ahead}/{self.seeds}'
-    )
-
-
-def difference(
-  a: dict[int, study_cells.Raw],
-  b: dict[int, study_cells.Raw],
-  number: Callable[[study_cells.Raw], float],
-) -> Difference | None:
-  """Over the seeds that both have; None where there is none."""
-  seeds = sorted(set(a) & set(b))
-  if not seeds:
-    return None
-  values = np.array([number(a[s]) - number(b[s]) for s in seeds])
-  return Difference(
-    analysis.over_seeds(values), int((values > 0).sum()), len(seeds)
-  )
+from study_numbers import (
+  BASE,
+  Study,
+  all_at_once,
+  difference,
+  heldout,
+  interval,
+  load,
+  sampled,
+  score,
+  whole_score,
+)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -269,6 +154,134 @@ def tasks_section(s: Study) -> str:
   return '\n\n'.join(parts)
 
 
+def _listed(names: Sequence[str]) -> str:
+  return ', '.join(f'`{name}`' for name in names) or 'none'
+
+
+def summary(s: Study) -> str:
+  """Where GDPO is ahead, where not: the first paragraph."""
+  everything = len(study_cells.rate_cells()) + len(
+    study_cells.queue(dict.fromkeys(study_cells.METHODS, 0.0))
+  )
+  said = [f'{len(s.raws)} of {everything} cells have been run.']
+  for other in ('grpo', 'grpo_batch', 'mo_grpo'):
+    tasks: dict[str, list[str]] = {v: [] for v in ('ahead', 'open', 'behind')}
+    single = []
+    for task in study_tasks.TINY:
+      cells = s.setting(task)
+      if 'gdpo' not in cells or other not in cells:
+        continue
+      d = difference(cells['gdpo'], cells[other], score)
+      if d is None:
+        continue
+      tasks[d.verdict].append(task)
+      for reward in study_tasks.TINY[task].rewards:
+        number = sampled(reward.name)
+        d = difference(cells['gdpo'], cells[other], number)
+        if d.verdict == 'behind':
+          single.append(f'{task}: {reward.name}')
+    compared = sum(map(len, tasks.values()))
+    if not compared:
+      said.append(f'`gdpo` and `{other}` have not been compared yet.')
+      continue
+    said.append(
+      f'In score at the end `gdpo` is behind `{other}` on '
+      f'{len(tasks["behind"])} of {compared} tasks '
+      f'({_listed(tasks["behind"])}), not to be told from it on '
+      f'{len(tasks["open"])} ({_listed(tasks["open"])}) and ahead on '
+      f'{len(tasks["ahead"])} ({_listed(tasks["ahead"])}); of single rewards '
+      f'it is behind in {_listed(single)}.'
+    )
+  return ' '.join(said)
+
+
+def _difference_of(
+  s: Study, a: tuple[str, str], b: tuple[str, str], number
+) -> str:
+  """Two (task, method) on the same seeds."""
+  cells = [s.setting(task).get(method, {}) for task, method in (a, b)]
+  return str(difference(*cells, number) or 'not run')
+
+
+def claims_table(s: Study) -> str:
+  """Claims of the paper, each with the numbers that were to test it."""
+
+  def versus(task, number, method='gdpo'):
+    return _difference_of(s, (task, method), (task, BASE), number)
+
+  def conditioned(method, number):
+    a, b = ('conflict_if', method), ('conflict', method)
+    return _difference_of(s, a, b, number)
+
+  def with_weights(method, number):
+    cells = [
+      s.setting(study_cells.SWEPT, weights=w).get(method)
+      for w in ((3.0, 1.0), (1.0, 1.0), (1.0, 3.0))
+    ]
+    return ', '.join(
+      f'{interval(c, number).mean:.3f}' if c else 'not run' for c in cells
+    )
+
+  form, graded = sampled('form'), sampled('graded')
+  correct, length = sampled('correct'), sampled('length')
+  rows = [
+    (
+      'Graded correctness in [-3, 3] beside a 0/1 format: GDPO ends higher in '
+      'both',
+      f'`scale`, less grpo: form {versus("scale", form)}, graded '
+      f'{versus("scale", graded)}; in equal units, `unit`: form '
+      f'{versus("unit", form)}, graded {versus("unit", graded)}',
+    ),
+    (
+      'Without the deviation (Dr.GRPO) the format is not learned at all',
+      f'`scale`, `dr_grpo` less grpo: form {versus("scale", form, "dr_grpo")}',
+    ),
+    (
+      'Right and short: GDPO ends higher in both',
+      f'`agree`: correct {versus("agree", correct)}, length '
+      f'{versus("agree", length)}; `conflict`: correct '
+      f'{versus("conflict", correct)}, length {versus("conflict", length)}',
+    ),
+    (
+      'Conditioning the easy reward protects the hard one, in GDPO more than '
+      'in GRPO',
+      'correct on `conflict_if` less `conflict`: gdpo '
+      f'{conditioned("gdpo", correct)}, grpo {conditioned("grpo", correct)}',
+    ),
+    (
+      'Weights do not change which reward is served first',
+      'form on `scale` with weights graded : form of 3:1, 1:1, 1:3: grpo '
+      f'{with_weights("grpo", form)}; gdpo {with_weights("gdpo", form)}',
+    ),
+    (
+      'The gain holds with three rewards',
+      f'score on `three` {versus("three", score)}, `three_if` '
+      f'{versus("three_if", score)}, `three_conflict` '
+      f'{versus("three_conflict", score)}',
+    ),
+    (
+      'Without the batch step GDPO now and then fails to converge',
+      'runs of all tiny tasks that end below their first step in score: '
+      + ', '.join(f'{m} {_fallen(s, m)}' for m in ('mo_grpo', 'gdpo')),
+    ),
+  ]
+  return table(('the paper', 'seen'), rows)
+
+
+def _fallen(s: Study, method: str) -> str:
+  runs = [
+    raw
+    for task in study_tasks.TINY
+    for raw in s.setting(task).get(method, {}).values()
+  ]
+  fallen = [
+    raw
+    for raw in runs
+    if score(raw) + 1e-9 < study_cells.scores(raw, None, 5).mean()
+  ]
+  return f'{len(fallen)} of {len(runs)}'
+
+
 PAIRS = (
   ('gdpo', 'grpo'),
   ('gdpo', 'grpo_batch'),
@@ -353,6 +366,8 @@ def real_tables(s: Study) -> str:
 
 
 TABLES = {
+  'summary': summary,
+  'claims': claims_table,
   'progress': progress_table,
   'rates': rates_table,
   'verdicts': verdicts_table,
@@ -383,73 +398,13 @@ def fill(text: str, s: Study) -> str:
   return re.sub(pattern, one, text, flags=re.DOTALL)
 
 
-# Figures.
-
-
-def curves(s: Study, task: str, path: pathlib.Path) -> None:
-  """Every reward over the steps, a line per method with its interval."""
-  import matplotlib.figure  # needs no display, keeps no global state
-
-  cells = s.setting(task)
-  names = next(iter(next(iter(cells.values())).values())).run.names
-  figure = matplotlib.figure.Figure(
-    figsize=(4.4 * len(names), 3.2), layout='constrained'
-  )
-  axes = np.atleast_1d(figure.subplots(1, len(names)))
-  for axis, name in zip(axes, names):
-    for i, method in enumerate(study_cells.METHODS):
-      if method in cells:
-        runs = [raw.run for raw in cells[method].values()]
-        steps, mean, low, high = analysis.curve(runs, f'rewards/{name}/mean')
-        axis.plot(steps, mean, color=f'C{i}', label=method, linewidth=1)
-        axis.fill_between(steps, low, high, color=f'C{i}', alpha=0.12)
-    axis.set_title(f'{task}: {name}', fontsize=10)
-    axis.set_xlabel('step')
-    axis.grid(alpha=0.3)
-  axes[0].legend(fontsize=7)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=80, metadata={'Software': None})
-
-
-def forest(s: Study, path: pathlib.Path) -> None:
-  """Score of each method less GRPO's, a panel per task."""
-  import matplotlib.figure
-
-  tasks = [t for t in study_tasks.TINY if BASE in s.setting(t)]
-  if not tasks:
-    return
-  columns = min(4, len(tasks))
-  lines = -(-len(tasks) // columns)
-  figure = matplotlib.figure.Figure(
-    figsize=(3.4 * columns, 2.4 * lines), layout='constrained'
-  )
-  axes = np.atleast_1d(figure.subplots(lines, columns, sharey=True)).ravel()
-  others = [m for m in study_cells.METHODS if m != BASE]
-  for axis, task in zip(axes, tasks):
-    cells = s.setting(task)
-    for y, method in enumerate(others):
-      d = method in cells and difference(cells[method], cells[BASE], score)
-      if d:
-        i = d.interval
-        axis.plot([i.low, i.high], [y, y], color=f'C{y + 1}')
-        axis.plot(i.mean, y, 'o', color=f'C{y + 1}')
-    axis.axvline(0, color='black', linewidth=0.8)
-    axis.set_yticks(range(len(others)), others)
-    axis.set_title(task, fontsize=10)
-    axis.grid(alpha=0.3)
-  for axis in axes[len(tasks) :]:
-    axis.set_axis_off()
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=80, metadata={'Software': None})
-
-
 def write(directory: pathlib.Path) -> Study:
   """All of it."""
   s = load(directory)
   for task in (*study_tasks.TINY, *study_cells.REAL):
     if s.setting(task):
-      curves(s, task, directory / 'figures' / f'{task}.png')
-  forest(s, directory / 'figures' / 'differences.png')
+      study_figures.curves(s, task, directory / 'figures' / f'{task}.png')
+  study_figures.forest(s, directory / 'figures' / 'differences.png')
   text = directory / 'study.md'
   if text.exists():
     text.write_text(fill(text.read_text(encoding='utf-8'), s), encoding='utf-8')

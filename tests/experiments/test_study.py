@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / 'experiments'))
 import analysis  # noqa: E402
 import study  # noqa: E402
 import study_cells  # noqa: E402
+import study_numbers  # noqa: E402
 import study_report  # noqa: E402
 import study_tasks  # noqa: E402
 
@@ -187,6 +188,8 @@ between
 <!-- table: groups --><!-- end -->
 <!-- table: weights --><!-- end -->
 <!-- table: real --><!-- end -->
+<!-- table: summary --><!-- end -->
+<!-- table: claims --><!-- end -->
 below
 """
 
@@ -209,19 +212,29 @@ def test_tables_by_hand(tmp_path):
   s = study_report.write(tmp_path)
   cells = s.setting('scale')
   assert list(cells) == ['grpo', 'grpo_batch', 'mo_grpo', 'gdpo']
-  d = study_report.difference(
-    cells['gdpo'], cells['grpo'], study_report.sampled('form')
+  d = study_numbers.difference(
+    cells['gdpo'], cells['grpo'], study_numbers.sampled('form')
   )
   assert d.interval.mean == pytest.approx(0.2) and (d.ahead, d.seeds) == (4, 4)
-  assert d.verdict == 'ahead' and 0.1 <= d.interval.low < 0.2
+  # deviation sqrt(0.02 / 3), and t = 3.1824 with three degrees of freedom
+  assert d.verdict == 'ahead'
+  assert d.interval.low == pytest.approx(
+    0.2 - 3.1824 * np.sqrt(0.02 / 12), 1e-3
+  )
   text = (tmp_path / 'study.md').read_text()
   assert text.startswith('above\n') and text.endswith('below\n')
-  assert 'old' not in text and '\nbetween\n' in text
+  assert ' old ' not in text and '\nbetween\n' in text
   # half of the difference of one of two rewards
   row = re.search(r'\| scale \| (.*)', text)[1].split(' | ')
-  assert row[0].startswith('**+0.100** [+0.0') and row[0].endswith('4/4')
+  assert row[0].startswith('**+0.100** [+0.035') and row[0].endswith('4/4')
   assert row[3].startswith('+0.000 [+0.000, +0.000] 0/4')
   assert '| gdpo | 4 | 0.000 [0.000, 0.000] | 0.700 [0.6' in text
+  assert (
+    'behind `grpo` on 0 of 1 tasks (none), not to be told from it on 0 (none) '
+    'and ahead on 1 (`scale`); of single rewards it is behind in none.'
+  ) in text
+  assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
+  assert 'mo_grpo 0 of 4, gdpo 0 of 4' in text
   assert '| main | 16 of 128 | 0 | 0.16 |' in text
   assert 'main, cells not run: conflict, dr_grpo: 8;' in text
   assert (tmp_path / 'figures' / 'scale.png').stat().st_size > 5000
@@ -237,6 +250,9 @@ def test_intervals_over_seeds():
   assert found == (1.0, 1.0, 1.0)
   found = analysis.over_seeds(np.array([0.0, 1.0]))
   assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+  found = analysis.student(np.array([0.0, 1.0]))
+  assert found.high == pytest.approx(0.5 + 12.706 * 0.5, 1e-4)
+  assert analysis.student(np.zeros(1)).low == -np.inf
 
 
 @pytest.mark.slow
@@ -268,7 +284,7 @@ def test_a_real_cell_is_killed_and_goes_on(tmp_path):
   assert len(raw.run.training) == study_cells.NUM_STEPS
   # something is learned
   first = raw.run.training[0]['rewards/form/mean']
-  assert study_report.sampled('form')(raw) > first + 0.2
+  assert study_numbers.sampled('form')(raw) > first + 0.2
   again = subprocess.run(
     command, env=environment, capture_output=True, text=True, check=True
   )
