@@ -5,8 +5,11 @@
 Costs and results are expected ones unless said to be measured.
 
   default      SmolLM2-135M-Instruct on one-line functions made here, two worked
-               examples in the prompt. Cost: about 15 minutes on two cores.
-               Expected: no_bug and passed rise, length follows.
+               examples in the prompt. Measured: 11 minutes of both cores (22
+               by the clock, beside other work). Sampled, first step to last:
+               passed 0.27 -> 0.73, length 0.56 -> 0.97, no_bug 0.41 -> 0.94;
+               held out, greedy, 20 functions: passed 0.68 -> 0.81, length 0.85
+               -> 1.00, no_bug 0.85 -> 1.00.
   :humaneval   SmolLM2 on three quarters of HumanEval (`data/HumanEval.jsonl.gz`),
                the rest held out. Cost: some minutes a step on two cores.
                Expected: a model of this size passes almost none.

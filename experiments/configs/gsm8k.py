@@ -5,9 +5,10 @@ python experiments/gsm8k.py --config=experiments/configs/gsm8k.py:VARIANT
 Costs and results are expected ones unless said to be measured.
 
 default         SmolLM2-135M-Instruct on word problems and bare sums made here.
-                Cost: about 12 minutes on two cores. Expected: integer and
-                format near 1 from the start, as the prompt shows two solved
-                problems; correct rises slowly.
+                Measured: 6:17 on two cores, a quarter of them busy with other
+                work. Sampled, first step to last: correct 0.34 -> 0.44, integer
+                0.88 -> 0.97, format 0.47 -> 0.94; held out, greedy: correct
+                0.51 -> 0.64, integer 1.00 -> 1.00, format 0.92 -> 1.00.
 :tiny           a byte-level model of 10^5 parameters on two-digit additions,
                 after a supervised start. Cost: two minutes on two cores.
                 Expected: correct 0.4 -> 0.6 (sampled), format 1.

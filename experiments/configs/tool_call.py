@@ -6,9 +6,10 @@
 Costs and results are expected ones unless said to be measured.
 
   default         SmolLM2-135M-Instruct on requests to five tools, made here, two
-                  worked examples in the prompt. Cost: about 20 minutes on two
-                  cores. Expected: both rewards rise; greedy it starts near the
-                  right form, sampled every fourth answer has it.
+                  worked examples in the prompt. Measured: 10:43 on two cores
+                  shared with other work. Sampled, first step to last: format
+                  0.16 -> 0.91, correct -2.73 -> -2.44; held out, greedy: format
+                  0.70 -> 1.00, correct -1.66 -> -1.43.
   :rlla           SmolLM2 on ToolRL's public file (`data/rlla_sft.json`), prompts
                   of up to 1024 tokens. Cost: some minutes a step on two cores.
                   Expected: correct stays near -3, the model is too small.
