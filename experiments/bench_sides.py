@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 
-from experiments import bench_peers
+from experiments import bench_peers, shapes
 from gdpo_jax import sharding
 from gdpo_jax.policy import hf, packing, weights
 from gdpo_jax.policy.config import PolicyConfig
@@ -31,21 +31,7 @@ from gdpo_jax.train.step import make_train_step
 from gdpo_jax.types import Batch, Prompts, Rollout
 
 MICRO_BATCH_PROMPTS = 2  # 8 rows at once, on both sides
-SMOLLM2 = PolicyConfig(
-  family='llama',
-  vocab_size=49152,
-  width=576,
-  num_layers=30,
-  num_heads=9,
-  num_kv_heads=3,
-  head_dim=64,
-  mlp_width=1536,
-  max_positions=8192,
-  rope_base=1e5,
-  norm_eps=1e-5,
-  tied=True,
-  eos_ids=(2,),
-)
+SMOLLM2 = PolicyConfig(**shapes.SMOLLM2)
 
 Side = Callable[[], object]
 

@@ -21,6 +21,22 @@ TINY = {
   'tied': True,
 }
 
+SMOLLM2 = {
+  'family': 'llama',
+  'vocab_size': 49152,
+  'width': 576,
+  'num_layers': 30,
+  'num_heads': 9,
+  'num_kv_heads': 3,
+  'head_dim': 64,
+  'mlp_width': 1536,
+  'max_positions': 8192,
+  'rope_base': 1e5,
+  'norm_eps': 1e-5,
+  'tied': True,
+  'eos_ids': (2,),
+}
+
 
 def _qwen2(width, num_layers, num_heads, num_kv_heads, mlp_width, **rest):
   return {
