@@ -31,11 +31,12 @@ def page(results) -> str:
     '',
     f'{results["weights"]}, {SHAPE.prompts} prompts x {SHAPE.group}, '
     f'{SHAPE.prompt_tokens} + {SHAPE.new_tokens} tokens where nothing else is '
-    f'said; {results["cores"]} cores ({results["processor"]}), load at start '
-    f'{results["load_at_start"][0]:.1f}; {versions}. By `python -m '
-    f'experiments.benchmark --what={",".join(results["what"])} --repeats='
-    f'{results["repeats"]}`; what is measured stands in its docstring. Medians of '
-    f'{results["repeats"]} turns (other shapes and scaling: one) after a warm-up.',
+    f'said; {results["cores"]} cores ({results["processor"]}); {versions}. By '
+    '`python -m experiments.benchmark`, whose docstring says what is measured. '
+    'Medians after a warm-up; sides of a part take turns. Load when a part began '
+    '(0 is a machine with nothing else to do): '
+    + ', '.join(f'{what} {load}' for what, load in results['load'].items())
+    + '.',
   ]
   for what, sides in results['seconds'].items():
     lines += _table(what, sides)
@@ -76,11 +77,12 @@ def _table(what, sides):
   middle = {name: statistics.median(values) for name, values in sides.items()}
   own = [name for name in sides if name.startswith('gdpo_jax')]
   heads = ''.join(f' {name} is times as fast |' for name in own)
+  turns = max(map(len, sides.values()))
   lines = [
     '',
     f'## {what[0].upper()}{what[1:]}',
     '',
-    f'| | seconds | spread | {unit} |{heads}',
+    f'| | seconds | spread of {turns} | {unit} |{heads}',
     '|---|---|---|---|' + '---|' * len(own),
   ]
   for name, values in sides.items():

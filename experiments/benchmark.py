@@ -7,9 +7,10 @@
 The same weights, prompts and lengths on all sides: SmolLM2-135M (random weights
 of its shape where the real ones are not fetched), 8 prompts x 4, 64 prompt and
 128 new tokens where nothing else is said. Sides are warmed up, then take turns;
-the page has medians and spread. Needs the [bench] extra; Tunix and llama.cpp get
+the page has medians and spread, and keeps the parts that an earlier run has left
+in --out. Needs the [bench] extra; Tunix and llama.cpp get
 environments of their own (bench_peers). Times mean little on busy cores, so the
-load is printed as well, and stands on the page.
+load at the start of each part stands on the page.
 
   rollout  all rows to the length limit
   ragged   rows of 16 to 128 new tokens, uniform
@@ -75,9 +76,7 @@ SMALL = dataclasses.replace(
   mlp_width=768,
 )
 WIDTHS = (144, 288, 576)
-CURVE = [
-  (rows, new) for rows in (8, 16, 32, 64) for new in (128, 256, 512, 1024)
-]
+CURVE = [(rows, new) for rows in (8, 16, 32, 64) for new in (128, 384, 1024)]
 
 
 class Bench:
@@ -91,14 +90,19 @@ class Bench:
       'weights': source,
       'cores': os.cpu_count(),
       'processor': platform.processor() or platform.machine(),
-      'load_at_start': os.getloadavg(),
-      'what': _WHAT.value,
-      'repeats': self.repeats,
+      'load': {},
       'seconds': {},
     }
+    earlier = _OUT.value and pathlib.Path(_OUT.value, 'benchmark.json')
+    if earlier and earlier.exists():
+      found = json.loads(earlier.read_text())
+      if found.get('weights') == source and 'load' in found:
+        self.results = found
 
-  def sampling(self, shape: Shape, lengths=None) -> dict[str, bench_sides.Side]:
-    """Ours in every dtype, then the others."""
+  def sampling(
+    self, shape: Shape, lengths=None, all_peers=True
+  ) -> dict[str, bench_sides.Side]:
+    """Ours in every dtype, then the others, or transformers alone."""
     sides = {
       f'gdpo_jax {dtype}': bench_sides.ours(
         self.config, self.params, shape, dtype, lengths
@@ -106,13 +110,13 @@ class Bench:
       for dtype in self.dtypes
     }
     models = {'transformers float32': self.model}
-    if 'bfloat16' in self.dtypes:
+    if 'bfloat16' in self.dtypes and all_peers:
       models['transformers bfloat16'] = bench_sides.rounded(self.model)
     for name, model in models.items():
       sides[name] = bench_sides.with_transformers(
         self.config, model, shape, lengths
       )
-    if _PEERS.value:
+    if _PEERS.value and all_peers:
       sides |= bench_sides.peers(self.config, self.directory, shape, lengths)
     return sides
 
@@ -128,7 +132,7 @@ class Bench:
         f'{shape.prompts} prompts x {shape.group}, {shape.prompt_tokens} + '
         f'{shape.new_tokens} tokens'
       )
-      self._time(name, self.sampling(shape), repeats=1)
+      self._time(name, self.sampling(shape, all_peers=False), repeats=1)
 
   def update(self):
     rollout, losses = bench_sides.random_rollout(self.config, SHAPE), {}
@@ -273,6 +277,7 @@ def main(_):
     bench = Bench(directory)
     for what in _WHAT.value:
       print(what, flush=True)
+      bench.results['load'][what] = round(os.getloadavg()[0], 1)
       getattr(bench, what)()
       bench.shares_of_peak()
       if _OUT.value:  # after each part: a stopped run keeps what it has
