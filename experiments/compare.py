@@ -15,7 +15,8 @@ An algorithm may carry settings: --algorithms="gdpo gdpo:learning_rate=1e-5"
 all cores.
 
 Writes OUT/compare.html (curves, table, paired differences with the first
-algorithm, Pareto front), OUT/compare.json, and OUT/ALGORITHM/SEED/ for each run.
+algorithm, Pareto front), its figure and numbers alone (OUT/compare.svg,
+OUT/compare.json), and OUT/ALGORITHM/SEED/ for each run.
 """
 
 import base64
@@ -234,7 +235,7 @@ def summary(runs: dict[str, list[analysis.Run]]) -> dict:
 def page(runs: dict[str, list[analysis.Run]], found: dict, title: str) -> str:
   """One self-contained HTML page."""
   names = list(found['rewards'])
-  figure = _figure(runs, found)
+  figure = base64.b64encode(_figure(runs, found).encode()).decode()
 
   def cell(value: dict) -> str:
     return (
@@ -284,7 +285,7 @@ least as good in all of them and better in one (means, not intervals).</p>
 
 
 def _figure(runs, found) -> str:
-  """Curves of every reward and the length, and the front; base64 of an SVG."""
+  """Curves of every reward and the length, and the front, as SVG."""
   import matplotlib.figure  # needs no display, keeps no global state
 
   names = list(found['rewards'])
@@ -331,8 +332,8 @@ def _figure(runs, found) -> str:
     axis.set_axis_off()
   axes[0].legend(fontsize=8)
   text = io.StringIO()
-  figure.savefig(text, format='svg')
-  return base64.b64encode(text.getvalue().encode()).decode()
+  figure.savefig(text, format='svg', metadata={'Date': None})
+  return text.getvalue()
 
 
 def _error(cell: dict) -> list[list[float]]:
@@ -348,13 +349,14 @@ def write(
   out: pathlib.Path,
   title: str,
 ) -> dict:
-  """Reads the finished runs and writes compare.json and compare.html."""
+  """Reads the finished runs; writes compare.json, compare.html, compare.svg."""
   runs = collect(variants, seeds, out)
   found = summary(runs)
   (out / 'compare.json').write_text(
     json.dumps(found, indent=2), encoding='utf-8'
   )
   (out / 'compare.html').write_text(page(runs, found, title), encoding='utf-8')
+  (out / 'compare.svg').write_text(_figure(runs, found), encoding='utf-8')
   return found
 
 

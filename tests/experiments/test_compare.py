@@ -99,6 +99,7 @@ def test_the_page_says_what_the_runs_say(tmp_path):
   assert 0 < difference['low'] < 0.25 < difference['high']
   assert found['differences']['gdpo']['short']['low'] == pytest.approx(0.2)
   assert found['pareto_front'] == ['gdpo', 'mo_grpo']
+  assert (tmp_path / 'compare.svg').read_text().rstrip().endswith('</svg>')
   page = (tmp_path / 'compare.html').read_text()
   assert 'a &lt;title&gt;' in page and 'gdpo ★' in page and 'grpo ★' in page
   assert '0.750 <small>' in page and 'http' not in page.split('<body>')[1][:500]
