@@ -53,6 +53,7 @@ class Counts:
   collective_calls: dict[str, float] = dataclasses.field(default_factory=dict)
   unknown_loops: int = 0
   once_bytes: float = 0.0
+  kernel_calls: float = 0.0  # of programs of their own, whose work is not seen
   buffer_bytes: float = 0.0  # of what collectives work on, whatever n is
 
   @property
@@ -96,6 +97,8 @@ def count(
       kind = op.opcode.removesuffix('-start')
       if kind in ('dot', 'convolution'):
         total.flops += _product_flops(op, instructions)
+      elif 'custom_call_target="tpu_custom_call"' in op.attributes:
+        total.kernel_calls += 1
       elif kind in _KINDS and begun.get(_channel(op), name) != name:
         pass  # a part of one that is counted where it begins
       elif kind in _KINDS and once and re.search(once, op.attributes):
@@ -122,6 +125,7 @@ def count(
         total.flops += trips * inner.flops
         total.unknown_loops += inner.unknown_loops
         total.once_bytes += trips * inner.once_bytes
+        total.kernel_calls += trips * inner.kernel_calls
         total.buffer_bytes += trips * inner.buffer_bytes
         for mine, theirs in (
           (total.collective_bytes, inner.collective_bytes),
@@ -167,7 +171,7 @@ def _parse(text):
     if started := _COMPUTATION.match(line):
       current = computations.setdefault(started[2], {})
       entry = started[2] if started[1] else entry
-    elif line.startswith('}'):
+    elif line.rstrip() == '}':  # metadata of kernels has lines of its own
       current = None
     elif current is not None and (found := _INSTRUCTION.match(line)):
       name, rest = found[1], found[2]

@@ -214,6 +214,13 @@ def counts_table(train: Part, decode: Part) -> str:
   rows = [('on one device', 'train step', 'decode step')]
   parts = [p.counts or hlo.Counts() for p in (train, decode)]
   rows.append(('TFLOP of products', *(f'{c.flops / 1e12:.3f}' for c in parts)))
+  if any(c.kernel_calls for c in parts):
+    rows.append(
+      (
+        'calls of attention kernels, their products not counted',
+        *(f'{c.kernel_calls:.0f}' for c in parts),
+      )
+    )
   kinds = sorted({kind for c in parts for kind in c.collective_bytes})
   for kind in kinds:
     rows.append(

@@ -113,6 +113,9 @@ HloModule jit_f
 ENTRY %main () -> bf16[8,8] {
   %a = bf16[2,8]{1,0} constant({...})
   %x = f32[4,4]{1,0} constant({...})
+  %kernel = f32[4,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "128"
+}}, metadata={op_name="attend"}
   %one = (bf16[2,8]{1,0}, u32[]) fusion(%a), kind=kCustom, calls=%begin
   %two = (f32[4,4]{1,0}, bf16[8,8]{1,0}) fusion(%a, %x), kind=kCustom, calls=%meanwhile
   %three = (f32[4,4]{1,0}, bf16[8,8]{1,0}) fusion(%a, %x), kind=kCustom, calls=%meanwhile
@@ -125,7 +128,7 @@ def test_a_collective_in_parts_is_counted_once():
   c = hlo.count(FUSED)
   assert c.collective_calls == {'all-gather': 1}
   assert c.collective_bytes == {'all-gather': 2 * 8 * 8 * 3 / 4}
-  assert c.flops == 2 * 2 * 4 * 4 * 4
+  assert c.flops == 2 * 2 * 4 * 4 * 4 and c.kernel_calls == 1
 
 
 def test_groups_in_all_spellings():
