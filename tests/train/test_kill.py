@@ -197,6 +197,14 @@ def test_saved_on_eight_devices_opened_on_two_and_on_one(tmp_path):
     shutil.copytree(saved, copy)
     finish(start(copy, 4, devices=devices))
     found[devices] = rows(copy)[-1]
+  asked = subprocess.run(
+    [sys.executable, 'experiments/run.py', 'sample', saved, '--prompt=12+34:'],
+    cwd=ROOT,
+    env={**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''},
+    capture_output=True,
+    text=True,
+  )
+  assert asked.returncode == 0, asked.stderr
   for devices in (2, 1):
     assert found[devices].keys() == found[8].keys()
     for name, value in found[8].items():
