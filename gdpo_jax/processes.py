@@ -20,9 +20,10 @@ again, continues from its last checkpoint.
 import contextlib
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
@@ -78,6 +79,24 @@ def _number(name, environment, default, least):
   return int(text)
 
 
+def room_for_collectives(environment: MutableMapping[str, str]) -> None:
+  """Where several CPU devices are forced, asks for more threads than devices.
+
+  XLA:CPU has one thread for each. A device that waits in a collective holds
+  one, and collectives that do not depend on each other (those of two loops, one
+  of them under a condition) begin in another order on every device: four
+  devices then wait with four threads for what none is left to begin, and the
+  process is aborted after 40 s. To be called before the first use of JAX.
+  """
+  forced = re.search(
+    r'xla_force_host_platform_device_count=(\d+)',
+    environment.get('XLA_FLAGS', ''),
+  )
+  if forced and int(forced[1]) > 1:
+    threads = max(os.cpu_count() or 1, 4 * int(forced[1]))
+    environment.setdefault('PJRT_NPROC', str(threads))
+
+
 @contextlib.contextmanager
 def together():
   """Joins the processes of the run, and leaves no one waiting at the end.
@@ -85,6 +104,7 @@ def together():
   Call it before the first use of JAX. Inside, an error of this process ends it
   at once, without the farewell for which the dead could not come.
   """
+  room_for_collectives(os.environ)
   member = membership(os.environ)
   if member is None:
     yield

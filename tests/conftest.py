@@ -5,6 +5,7 @@ import pathlib
 
 # Four host devices for every test, so that sharding is exercised everywhere.
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=4')
+os.environ.setdefault('PJRT_NPROC', '16')  # see room_for_collectives
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 

@@ -53,6 +53,18 @@ def test_values_out_of_range_are_named(change, said):
     processes.membership(given | change)
 
 
+def test_forced_devices_have_threads_to_wait_with():
+  for flags, given, threads in (
+    ('', {}, None),
+    ('--xla_force_host_platform_device_count=1', {}, None),
+    ('--a=1 --xla_force_host_platform_device_count=64', {}, '256'),
+    ('--xla_force_host_platform_device_count=64', {'PJRT_NPROC': '9'}, '9'),
+  ):
+    environment = {'XLA_FLAGS': flags, **given}
+    processes.room_for_collectives(environment)
+    assert environment.get('PJRT_NPROC') == threads
+
+
 def test_shares_are_even_and_in_order():
   parts = [processes.share(124, 15, i) for i in range(15)]
   sizes = [part.stop - part.start for part in parts]
