@@ -5,8 +5,12 @@ python experiments/chat.py --config=experiments/configs/chat.py:VARIANT
 Costs and results are expected ones unless said to be measured.
 
 default         SmolLM2-135M-Instruct as the assistant, and frozen as the model
-                that reads its replies. Cost: about 20 minutes on two cores, one
-                of them for the reader. Expected: brevity and conversion rise.
+                that reads its replies. Measured: 14 minutes of both cores (42
+                by the clock, on a machine with a load of 13), 10 GiB. Sampled,
+                first step to last: intent 0.22 -> 0.84, brevity 0.16 -> 0.56,
+                relevance 0.50 -> 0.51, conversion 0.00 -> 0.00; held out,
+                greedy, 60 visitors: intent 0.42 -> 0.94, brevity 0.32 -> 0.92,
+                relevance 0.59 -> 0.66, conversion 0.06 -> 0.18.
 :qwen2p5_1p5b   the same with Qwen2.5-1.5B-Instruct in both parts. For
                 accelerators; not run here.
 """

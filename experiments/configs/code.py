@@ -11,8 +11,9 @@ Costs and results are expected ones unless said to be measured.
                held out, greedy, 20 functions: passed 0.68 -> 0.81, length 0.85
                -> 1.00, no_bug 0.85 -> 1.00.
   :humaneval   SmolLM2 on three quarters of HumanEval (`data/HumanEval.jsonl.gz`),
-               the rest held out. Cost: some minutes a step on two cores.
-               Expected: a model of this size passes almost none.
+               the rest held out. Measured: two steps in 5:42 beside other
+               work; sampled, passed (share of tests) 0.00 and 0.03, held out,
+               greedy, 16 problems, 0.31 before and 0.28 after.
   :r1_7b       DeepSeek-R1-Distill-Qwen-7B on the code part of Eurus-2-RL, with
                the batch and loss of the GDPO paper (arXiv 2601.05242): 512
                prompts x 16, limit 4000 of 8000 tokens. For accelerators; not run
