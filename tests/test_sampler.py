@@ -469,3 +469,73 @@ def test_bad_settings_are_refused(name, options):
 def test_more_positions_than_the_model_has(params, prompts):
   with pytest.raises(ValueError, match='6 prompt tokens.*251.*256'):
     generate(POLICY, params, prompts, KEY, Sampling(1, 251))
+
+
+def many_prompts(count=10):
+  rng = np.random.default_rng(3)
+  mask = np.arange(6) >= rng.integers(0, 5, (count, 1))
+  tokens = rng.integers(7, 300, (count, 6)).astype(np.int32)
+  return Prompts(np.where(mask, tokens, 0), mask, [])
+
+
+def test_prompts_that_wait_are_sampled_as_if_at_once(params):
+  """8 rows of 2 prompts in flight; the other 8 prompts enter as rows end."""
+  prompts = many_prompts()
+  sampling = Sampling(4, 90, dtype='float32', eos_ids=tuple(range(100, 104)))
+  limits = np.random.default_rng(4).integers(1, 91, 40).astype(np.int32)
+  ids = np.arange(40)[::-1].copy()
+  whole = generate(
+    POLICY, params, prompts, KEY, sampling, row_ids=ids, limits=limits
+  )
+  assert len(set(np.asarray(whole.mask).sum(1).tolist())) > 20
+  parts = list(
+    sampler.stream(
+      POLICY, params, prompts, KEY, sampling, ids, 2, limits=limits
+    )
+  )
+  assert len(parts) == 5
+  for i, part in enumerate(parts):
+    for got, expected in zip(part, whole, strict=True):
+      expected = np.asarray(expected)[8 * i : 8 * i + 8]
+      np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize('in_flight', [3, 4, 7, 10, 20])
+def test_any_number_may_be_in_flight(params, in_flight):
+  prompts = many_prompts()
+  sampling = Sampling(2, 12, eos_ids=tuple(range(100, 140)))
+  ids = np.arange(20)
+  whole = generate(POLICY, params, prompts, KEY, sampling)
+  parts = list(
+    sampler.stream(POLICY, params, prompts, KEY, sampling, ids, in_flight)
+  )
+  assert len(parts) == -(-10 // in_flight)
+  joined = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+  np.testing.assert_array_equal(joined.tokens, whole.tokens)
+  np.testing.assert_array_equal(joined.prompt, whole.prompt)
+  np.testing.assert_allclose(joined.logp, whole.logp, atol=1e-4)
+
+
+def test_refill_compiles_few_programs(params):
+  """Other lengths, other moments of entry: no program that was not there."""
+  prompts = many_prompts()
+  sampling = Sampling(4, 90)
+  traces = []
+
+  def decode(*args):
+    traces.append(1)
+    return POLICY.decode(*args)
+
+  policy = POLICY._replace(decode=decode)
+
+  def run(seed):
+    rng = np.random.default_rng(seed)
+    limits = rng.integers(1, 91, 40).astype(np.int32)
+    rest = (sampling, np.arange(40), 2, None, limits)
+    for _ in sampler.stream(policy, params, prompts, KEY, *rest):
+      pass
+
+  for seed in range(8):
+    run(seed)
+  # 8 rows with few sizes of the cache, each with and without prompts kept apart
+  assert len(traces) <= 6

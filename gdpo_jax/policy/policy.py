@@ -59,6 +59,15 @@ class Level(NamedTuple):
       jnp.pad(self.mask, (keep, free)),
     )
 
+  def drop(self, num_slots: Array) -> 'Level':
+    """Without so many slots in front; as many at the end are free."""
+    free = jnp.arange(self.num_slots) >= self.num_slots - num_slots
+    return Level(
+      tuple(jnp.roll(x, -num_slots, axis=3) for x in self.k),
+      tuple(jnp.roll(x, -num_slots, axis=2) for x in self.v),
+      jnp.roll(self.mask, -num_slots, axis=1) & ~free,
+    )
+
   def past(self) -> list[Past]:
     """The same, layer by layer."""
     return [Past(k, v, self.mask) for k, v in zip(self.k, self.v, strict=True)]

@@ -300,6 +300,7 @@ class PromptIterator:
     else:
       self._order = curriculum.order(self._examples, seed)
     self._index = {id(e): i for i, e in enumerate(self._examples)}
+    self._answer_tokens: dict[int, int] = {}  # by example, as last time
     self._fingerprint = _fingerprint(self._ids, self._examples)
     self.num_examples = len(kept)
     self.num_too_long = len(ids) - len(kept)
@@ -328,6 +329,20 @@ class PromptIterator:
     """
     self._order.observe([self._index[id(e)] for e in examples], values)
 
+  def expected_tokens(self, examples: Sequence[Example]) -> np.ndarray:
+    """f64[P], tokens of an answer: as last time, else the mean of all so far."""
+    known = self._answer_tokens
+    usual = sum(known.values()) / len(known) if known else 0
+    index = [self._index[id(e)] for e in examples]
+    return np.array([known.get(i, usual) for i in index], float)
+
+  def observe_tokens(
+    self, examples: Sequence[Example], tokens: np.ndarray
+  ) -> None:
+    """Keeps, for each of P examples, how long its answers were, f[P]."""
+    for example, mean in zip(examples, tokens, strict=True):
+      self._answer_tokens[self._index[id(example)]] = round(float(mean))
+
   def __iter__(self) -> Iterator[Prompts]:
     return self
 
@@ -338,6 +353,7 @@ class PromptIterator:
       **self._order.cursor,
       'seed': self._seed,
       'fingerprint': self._fingerprint,
+      'answer_tokens': {str(i): n for i, n in self._answer_tokens.items()},
     }
 
   def restore(self, cursor: Mapping[str, Any]) -> None:
@@ -364,6 +380,8 @@ class PromptIterator:
         f'{sorted(cursor)}, here {sorted(self.cursor)}; resume with the '
         'curriculum of that run, or start a new one.'
       )
+    tokens = cursor['answer_tokens']
+    self._answer_tokens = {int(i): n for i, n in tokens.items()}
     self._order.restore(cursor)
 
 

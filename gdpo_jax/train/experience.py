@@ -241,42 +241,41 @@ class Collector:
   ) -> tuple[Groups, list[Scores], Rollout]:
     """P fresh groups, sampled a part at a time, or taken from `replay`.
 
-    While one part is sampled, the rewards look at those before it.
+    While the rest is sampled, the rewards look at the parts that are complete.
     """
     s, prompts = self.settings, self.iterator.next()
+    order = np.arange(s.prompts_per_step)
+    if s.prompts_per_rollout < s.prompts_per_step:
+      # The longest first: the last of them would keep all slots waiting.
+      expected = self.iterator.expected_tokens(prompts.examples)
+      order = np.argsort(-expected, kind='stable')
+    entering = _chosen(prompts, order)
+    rows = self._grouped(np.arange(s.prompts_per_step * s.group_size))[order]
     parts, pending = [], []
+    sampled = self._sampled(params, entering, rows, key, timer, replay)
     for start in range(0, s.prompts_per_step, s.prompts_per_rollout):
-      part = Prompts(
-        *(x[start : start + s.prompts_per_rollout] for x in prompts)
-      )
-      # Row numbers of the whole batch: the parts do not change the samples.
-      rows = np.arange(len(part.examples) * s.group_size) + start * s.group_size
-      if replay is not None:
-        rollout = jax.tree.map(lambda x, rows=rows: x[rows], replay)
-      else:
-        with (
-          timer('generate'),
-          accounting.out_of_memory_named('generate', s),
-        ):
-          rollout = sample(
-            self.policy,
-            params,
-            part,
-            key,
-            self.sampling,
-            self.mesh,
-            rows,
-            timer=lambda name: timer(f'generate/{name}'),
-          )
+      with timer('generate'), accounting.out_of_memory_named('generate', s):
+        parts.append(next(sampled))
+      part = np.arange(start, start + s.prompts_per_rollout)
+      part = _chosen(entering, part)
       pending.append(
-        Scoring(self.pipeline, self.tokenizer, part, rollout, step)
+        Scoring(self.pipeline, self.tokenizer, part, parts[-1], step)
       )
-      parts.append(rollout)
     with timer('rewards'):
       texts, scores = zip(*(p.result() for p in pending))
-    rollout = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-    texts = _objects([text for part in texts for text in part])
-    values = self._grouped(np.concatenate([s.values for s in scores]))
+    back = np.argsort(order)
+
+    def in_order(x):
+      x = self._grouped(x)[back]
+      return x.reshape(-1, *x.shape[2:])
+
+    rollout = jax.tree.map(lambda *xs: in_order(np.concatenate(xs)), *parts)
+    texts = in_order(_objects([text for part in texts for text in part]))
+    values = np.concatenate([s.values for s in scores])
+    values = self._grouped(in_order(values))
+    if s.prompts_per_rollout < s.prompts_per_step:
+      lengths = self._grouped(rollout.mask.sum(-1)).mean(-1)
+      self.iterator.observe_tokens(prompts.examples, lengths)
     declared = [reward.name for reward in self.pipeline.rewards]
     self.iterator.observe(
       prompts.examples, dict(zip(declared, np.moveaxis(values, -1, 0)))
@@ -313,6 +312,50 @@ class Collector:
       **shaped._asdict(),
     )
     return groups, list(scores), rollout
+
+  def _sampled(self, params, prompts, rows, key, timer, replay):
+    """Yields the Rollout of `prompts_per_rollout` prompts, until all are done.
+
+    On one device the next prompts enter as rows end; on a mesh, where sampling
+    is one program, they wait for the part before them.
+
+    Args:
+      rows: i[P, G], numbers in the batch: parts and order change no sample.
+    """
+    s = self.settings
+    size = s.prompts_per_rollout
+
+    def parts_timer(name):
+      return timer(f'generate/{name}')
+
+    if replay is not None:
+      for start in range(0, len(rows), size):
+        which = rows[start : start + size].reshape(-1)
+        yield jax.tree.map(lambda x, which=which: x[which], replay)
+    elif self.mesh.size == 1:
+      yield from sampler.stream(
+        self.policy,
+        params,
+        prompts,
+        key,
+        self.sampling,
+        rows.reshape(-1),
+        size,
+        parts_timer,
+      )
+    else:
+      for start in range(0, len(rows), size):
+        which = np.arange(start, start + size)
+        yield sample(
+          self.policy,
+          params,
+          _chosen(prompts, which),
+          key,
+          self.sampling,
+          self.mesh,
+          rows[which].reshape(-1),
+          parts_timer,
+        )
 
   def _token_scores(self, params, rollout: Rollout, place, with_values=False):
     """Trainer's log-probs, entropies and, where asked for, values.
@@ -520,6 +563,11 @@ def minibatches(batch: Batch, settings: Settings, key: jax.Array, mesh):
       rows = (groups[:, None] * group + np.arange(group)).reshape(-1)
       part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
       yield jax.device_put(part, sharding.rows(mesh))
+
+
+def _chosen(prompts: Prompts, which: np.ndarray) -> Prompts:
+  examples = [prompts.examples[i] for i in which]
+  return Prompts(prompts.tokens[which], prompts.mask[which], examples)
 
 
 def _join(a, b):

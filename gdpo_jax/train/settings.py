@@ -186,7 +186,8 @@ class Settings:
   num_steps: int = 100  # rollout batches
   prompts_per_step: int = 8  # P
   group_size: int = 4  # G, samples per prompt
-  prompts_per_rollout: int | None = None  # sampled at once; None: all of P
+  # sampled at once, the others wait for their slots; None: all of P
+  prompts_per_rollout: int | None = None
   prompts_per_update: int | None = None  # per optimizer step; None: all of P
   epochs_per_batch: int = 1  # passes over one rollout batch
   prompts_per_micro_batch: int | None = None  # None: no accumulation

@@ -82,8 +82,10 @@ class Killed(Exception):
       'one_device',
       {'max_rounds': 3, 'algorithm': 'dapo', 'normalizers': 'running'},
     ),
+    # prompts that wait for slots, in the order of what was long before
+    ('one_device', {'prompts_per_rollout': 2, 'num_steps': 10}),
   ],
-  ids=['beside', 'in_turn', 'rounds'],
+  ids=['beside', 'in_turn', 'rounds', 'waiting'],
 )
 def test_a_killed_run_trains_on_the_batch_that_was_in_flight(
   model, tmp_path, devices, changes, request
@@ -101,8 +103,29 @@ def test_a_killed_run_trains_on_the_batch_that_was_in_flight(
   with pytest.raises(Killed):
     run(model, tmp_path / 'killed', after_step=kill, **changes)
   again, final = run(model, tmp_path / 'killed', **changes)
-  assert again == rows and len(rows) == 5
+  assert again == rows and len(rows) == changes['num_steps']
   jax.tree.map(np.testing.assert_array_equal, final, params)
+
+
+def test_prompts_that_wait_make_the_same_batches(model, tmp_path, one_device):
+  """Two of eight in flight, over more than one epoch of 64 problems."""
+  found = []
+  for size in (None, 2):
+    rows, params = run(
+      model,
+      tmp_path / str(size),
+      num_steps=10,
+      prompts_per_rollout=size,
+      off_policy_steps=0,
+    )
+    found.append((rows, params))
+  (whole, expected), (parts, got) = found
+  for a, b in zip(whole, parts, strict=True):
+    for name in ('rewards/digits/mean', 'rewards/short/mean', 'num_tokens'):
+      assert a[name] == pytest.approx(b[name], abs=1e-6), name
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, expected
+  )
 
 
 def test_the_truncated_weight_takes_the_place_of_the_ratio(
