@@ -63,7 +63,8 @@ class Sampling:
     eos_ids: a row ends with the first of these, which is kept.
     pad_id: fills the row after its end.
     dtype: of the weights of the rollout and of what they are multiplied with,
-      'float32' or 'bfloat16'; sums and caches are float32.
+      'float32', 'bfloat16', or 'int8' with a scale per output; sums and caches
+      are float32.
   Raises:
     ValueError: on values outside their range.
   """
@@ -92,9 +93,9 @@ class Sampling:
       value = getattr(self, name)
       if value is not None and not 0 < value <= 1:
         raise ValueError(f'{name} must be in (0, 1], got {value}.')
-    if self.dtype not in ('float32', 'bfloat16'):
+    if self.dtype not in ('float32', 'bfloat16', 'int8'):
       raise ValueError(
-        f'dtype must be float32 or bfloat16, got {self.dtype!r}.'
+        f'dtype must be float32, bfloat16 or int8, got {self.dtype!r}.'
       )
     # a list, or one id, as tokenizers give them
     ids = self.eos_ids
@@ -167,11 +168,7 @@ def generate(
       divide the prompts.
   """
   num_prompts, width = prompts.tokens.shape
-  if width + sampling.max_new_tokens > policy.config.max_positions:
-    raise ValueError(
-      f'{width} prompt tokens + max_new_tokens {sampling.max_new_tokens} exceed '
-      f'the {policy.config.max_positions} positions of the model; lower either.'
-    )
+  _check_positions(policy, width, sampling)
   if row_ids is None:
     row_ids = np.arange(num_prompts * sampling.group_size)
   row_ids = np.asarray(row_ids, np.int32)
@@ -213,6 +210,7 @@ def stream(
     on the host, each as soon as all of its rows are done.
   """
   group, num_prompts = sampling.group_size, len(prompts.tokens)
+  _check_positions(policy, prompts.tokens.shape[1], sampling)
   in_flight = min(in_flight, num_prompts)
   limits = _checked_limits(limits, len(row_ids), sampling.max_new_tokens)
   timer = timer or contextlib.nullcontext
@@ -278,7 +276,7 @@ def stream(
     with timer('decode'):
       slots, shift = seen.slots(sizes, newcomers is not None)
       if order is not None or (slots, shift) != (seen.num_slots, 0):
-        state = _move(state, order, shift, slots, newcomers)
+        state = _move(state, order, shift or None, slots, newcomers)
       fewer = num_rows - fresh * group if waiting else _halves(num_rows)
       state = _stage(policy, weights, state, sampling, fewer)
       jax.block_until_ready(state.last)
@@ -382,7 +380,7 @@ def generate_arrays(
       policy, weights, (), tokens, mask, key, sampling, row_ids, limits, rows
     )
     for num_slots in bucket_sizes(sampling.max_new_tokens):
-      state = _move(state, None, 0, num_slots)
+      state = _move(state, None, None, num_slots)
       state = _stage(policy, weights, state, sampling, 0)
     repeat = functools.partial(jnp.repeat, repeats=sampling.group_size, axis=0)
     return Rollout(
@@ -392,6 +390,14 @@ def generate_arrays(
       mask=jnp.arange(sampling.max_new_tokens) < state.length[:, None],
       logp=state.logp,
       ended=state.ended,
+    )
+
+
+def _check_positions(policy, width, sampling):
+  if width + sampling.max_new_tokens > policy.config.max_positions:
+    raise ValueError(
+      f'{width} prompt tokens + max_new_tokens {sampling.max_new_tokens} exceed '
+      f'the {policy.config.max_positions} positions of the model; lower either.'
     )
 
 
@@ -545,12 +551,15 @@ def _stage(policy, weights, state, sampling, fewer):
 def _move(state, order, shift, num_slots, newcomers=None):
   """The rows of `order` (None: all), then those of another State.
 
-  Their own cache loses `shift` slots in front, which none of them uses, and has
-  `num_slots` in all. A prompt that rows shared is from now on kept for each.
+  Their own cache loses `shift` slots in front (None: no slot is moved), which
+  none of them uses, and has `num_slots` in all. A prompt that rows shared is from now on kept for each.
   """
-  cache, slot = state.cache, state.slot - shift
+  cache, slot = state.cache, state.slot
+  if shift is not None:
+    slot -= shift
   if order is None:
-    own = cache.own.drop(shift).grow(num_slots)
+    own = cache.own if shift is None else cache.own.drop(shift)
+    own = own.grow(num_slots)
     return state._replace(slot=slot, cache=cache._replace(own=own))
 
   count = len(state.row)
@@ -562,7 +571,8 @@ def _move(state, order, shift, num_slots, newcomers=None):
     return jnp.concatenate([x, y])
 
   *prefix, asked = cache.shared
-  own = jax.tree.map(pick, cache.own).drop(shift).grow(num_slots)
+  own = jax.tree.map(pick, cache.own)
+  own = (own if shift is None else own.drop(shift)).grow(num_slots)
   if newcomers is not None or len(asked.mask) > 1:
     each = order // (count // len(asked.mask))
     asked = jax.tree.map(lambda x: x[each], asked)

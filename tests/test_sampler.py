@@ -322,6 +322,29 @@ def test_rounded_weights_are_near_a_trainer_that_rounds(params, prompts):
   assert rounded < exact / 2
 
 
+def test_int8_weights_are_a_quarter_and_near(params, prompts):
+  """Of logits, half a step of each weight; the mismatch is of hundredths."""
+  sampling = Sampling(4, 30, dtype='int8')
+  out = generate(POLICY, params, prompts, KEY, sampling)
+  logp, _ = POLICY.log_probs(params, out, group_size=4)
+  error = float(jnp.abs(logp - out.logp).mean())
+  assert 1e-4 < error < 0.1
+
+  def size(dtype):
+    weights = POLICY.rollout_params(params, dtype)
+    return sum(
+      x.nbytes for x in jax.tree.leaves((weights['layers'], weights['head']))
+    )
+
+  assert 0.25 < size('int8') / size('float32') < 0.35
+  weights = POLICY.rollout_params(params, 'int8')
+  kernel = weights['layers'][0]['mlp']['down']
+  whole = POLICY.rollout_params(params)['layers'][0]['mlp']['down']['kernel']
+  assert kernel['kernel'].dtype == jnp.int8
+  off = kernel['kernel'] * kernel['scale'][:, None] - whole
+  assert jnp.all(jnp.abs(off) <= kernel['scale'][:, None] * 0.5001)
+
+
 def test_greedy_is_the_argmax(params, prompts):
   out = generate(POLICY, params, prompts, KEY, Sampling(2, 5, temperature=0.0))
   np.testing.assert_array_equal(out.tokens[::2], out.tokens[1::2])

@@ -229,7 +229,10 @@ class Dense(nn.Module):
     shape = shape[::-1] if self.rollout else shape
     kernel = self.param('kernel', nn.initializers.normal(0.02), shape)
     if self.rollout:
-      y = project(x, kernel)
+      scale = None
+      if self.has_variable('params', 'scale'):  # of an int8 kernel
+        scale = self.get_variable('params', 'scale')
+      y = project(x, kernel, scale)
     else:
       y = checkpoint_name(dense(x, kernel, self.dtype), 'dense')
       if self.has_variable('lora', 'a'):  # see lora.py

@@ -28,6 +28,7 @@ from gdpo_jax.policy.decoder import (
   Slots,
   rope_table,
 )
+from gdpo_jax.policy.eight_bit import by_row
 from gdpo_jax.policy.packing import lines
 from gdpo_jax.policy.products import project, turned
 from gdpo_jax.types import Array, Rollout
@@ -247,7 +248,8 @@ def make_policy(
 
     The layers are unstacked; q, k, v and gate, up are joined to one matrix
     each; kernels are stored [outputs, inputs] (see `products.project`).
-    Matrices are kept, and multiplied, in `dtype` (None: as they are); the
+    Matrices are kept, and multiplied, in `dtype` (None: as they are); 'int8'
+    keeps whole numbers and a scale for each output (see eight_bit.py). The
     embedding, of which a few rows are read, is that of `params`. On a mesh they
     are gathered over `data` and `fsdp`, once instead of at every token, and
     stay split over `tensor`.
@@ -259,7 +261,7 @@ def make_policy(
       'embed': params['embed']['embedding'],
       'layers': layers,
       'norm': params['norm'],
-      'head': head,
+      **head,
     }
     return jax.tree_util.tree_map_with_path(place, weights)
 
@@ -272,8 +274,24 @@ def make_policy(
 
   @functools.partial(jax.jit, static_argnames='dtype')
   def unstack(layers, head, dtype):
+    int8 = dtype == 'int8'
+
     def cast(x):
-      return x if dtype is None or x.ndim < 2 else x.astype(dtype)
+      return x if dtype is None or int8 or x.ndim < 2 else x.astype(dtype)
+
+    def rounded(weights):
+      if not isinstance(weights, dict):
+        return weights
+      weights = {name: rounded(x) for name, x in weights.items()}
+      if 'kernel' in weights:
+        weights['kernel'], weights['scale'] = by_row(weights['kernel'])
+      return weights
+
+    def joined_head(rows):
+      if not int8:
+        return {'head': cast(rows)}
+      values, scale = by_row(rows)
+      return {'head': values, 'head_scale': scale}
 
     def join(*xs):
       return jnp.concatenate(xs, axis=0)
@@ -284,12 +302,13 @@ def make_policy(
       attn['qkv'] = jax.tree.map(join, *(attn.pop(name) for name in 'qkv'))
       gate_up = jax.tree.map(join, mlp['gate'], mlp['up'])
       mlp = {'gate_up': gate_up, 'down': mlp['down']}
-      return dict(weights, attn=attn, mlp=mlp)
+      weights = dict(weights, attn=attn, mlp=mlp)
+      return rounded(weights) if int8 else weights
 
     return tuple(
       layer(jax.tree.map(lambda x: x[i], layers))  # noqa: B023
       for i in range(config.num_layers)
-    ), cast(head['embedding'])
+    ), joined_head(head['embedding'])
 
   def run(weights, tokens, positions, contexts):
     x = weights['embed'][tokens].astype(jnp.float32)
@@ -307,7 +326,7 @@ def make_policy(
     if 'heads' in weights:
       logits = decoupled.mixture_logits(weights, x, weights['head'])
     else:
-      logits = project(x, weights['head'])
+      logits = project(x, weights['head'], weights.get('head_scale'))
     return sharding.constrain(logits, 'rows', 'tensor'), k, v
 
   def prefill(

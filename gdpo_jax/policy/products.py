@@ -112,17 +112,24 @@ def _dense_bwd(dtype, residual, g):
 dense.defvjp(_dense_fwd, _dense_bwd)
 
 
-def project(x: Array, w: Array) -> Array:
+def project(x: Array, w: Array, scale: Array | None = None) -> Array:
   """f32[..., B] = x f32[..., A] times w [B, A] transposed, in the dtype of w.
+
+  An int8 w has a `scale` f32[B], of each row: it is read as it is and multiplied
+  in bfloat16, which holds all of its values, and the result is scaled.
 
   For a rollout, where x has few rows and the cost is reading w: XLA:CPU copies
   the right side of a product into another layout first, but not the left one
   (32 rows x 576 x 3072: 0.7 ms against 1.1 on one core).
   """
+  if scale is not None:
+    w = w.astype(jnp.bfloat16)
   rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
   y = _by_platform(
     rows, w, cpu=_project_cpu, default=functools.partial(_dot, contract=(1, 1))
   )
+  if scale is not None:
+    y *= scale
   return y.reshape(*x.shape[:-1], w.shape[0])
 
 

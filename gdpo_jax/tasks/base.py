@@ -240,6 +240,10 @@ def evaluation_batches(
   return batches
 
 
+# Examples of which it is remembered how long their answers were.
+REMEMBERED = 100_000
+
+
 class PromptIterator:
   """Batches of shuffled prompts, for ever; can be stopped and resumed anywhere.
 
@@ -341,7 +345,11 @@ class PromptIterator:
   ) -> None:
     """Keeps, for each of P examples, how long its answers were, f[P]."""
     for example, mean in zip(examples, tokens, strict=True):
-      self._answer_tokens[self._index[id(example)]] = round(float(mean))
+      index = self._index[id(example)]
+      self._answer_tokens.pop(index, None)  # the newest come last
+      self._answer_tokens[index] = round(float(mean))
+    while len(self._answer_tokens) > REMEMBERED:
+      del self._answer_tokens[next(iter(self._answer_tokens))]
 
   def __iter__(self) -> Iterator[Prompts]:
     return self
@@ -349,12 +357,15 @@ class PromptIterator:
   @property
   def cursor(self) -> dict[str, Any]:
     """Where the next batch begins; plain JSON, for a checkpoint."""
-    return {
+    cursor = {
       **self._order.cursor,
       'seed': self._seed,
       'fingerprint': self._fingerprint,
-      'answer_tokens': {str(i): n for i, n in self._answer_tokens.items()},
     }
+    if self._answer_tokens:
+      pairs = [[i, n] for i, n in self._answer_tokens.items()]
+      cursor['answer_tokens'] = pairs
+    return cursor
 
   def restore(self, cursor: Mapping[str, Any]) -> None:
     """Goes to where a cursor was taken; the next batches are the same again.
@@ -364,6 +375,9 @@ class PromptIterator:
     Raises:
       ValueError: the cursor belongs to other data or another seed.
     """
+    cursor = dict(cursor)
+    tokens = cursor.pop('answer_tokens', [])
+    self._answer_tokens = {}
     for key, what in (
       ('fingerprint', 'examples, tokenizer or max_prompt_tokens'),
       ('seed', 'seed'),
@@ -380,8 +394,7 @@ class PromptIterator:
         f'{sorted(cursor)}, here {sorted(self.cursor)}; resume with the '
         'curriculum of that run, or start a new one.'
       )
-    tokens = cursor['answer_tokens']
-    self._answer_tokens = {int(i): n for i, n in tokens.items()}
+    self._answer_tokens = dict(tokens)
     self._order.restore(cursor)
 
 

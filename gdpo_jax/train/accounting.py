@@ -118,7 +118,9 @@ def utilisation(
     seconds: by part, with 'step', 'generate' and 'update'.
   """
   shape = (config.width, config.mlp_width)
-  sampling = matrix_peak(*shape, settings.rollout_dtype)
+  # int8 weights are multiplied in bfloat16
+  low = settings.rollout_dtype != 'float32'
+  sampling = matrix_peak(*shape, 'bfloat16' if low else 'float32')
   training = matrix_peak(*shape, settings.compute_dtype)
   devices = jax.device_count()
   # The step at its peak: each part at the peak of its own dtype.

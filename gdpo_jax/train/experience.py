@@ -263,6 +263,7 @@ class Collector:
       )
     with timer('rewards'):
       texts, scores = zip(*(p.result() for p in pending))
+    scores = _in_batch_order(scores, rows.reshape(-1))
     back = np.argsort(order)
 
     def in_order(x):
@@ -311,7 +312,7 @@ class Collector:
       values=values,
       **shaped._asdict(),
     )
-    return groups, list(scores), rollout
+    return groups, scores, rollout
 
   def _sampled(self, params, prompts, rows, key, timer, replay):
     """Yields the Rollout of `prompts_per_rollout` prompts, until all are done.
@@ -563,6 +564,25 @@ def minibatches(batch: Batch, settings: Settings, key: jax.Array, mesh):
       rows = (groups[:, None] * group + np.arange(group)).reshape(-1)
       part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
       yield jax.device_put(part, sharding.rows(mesh))
+
+
+def _in_batch_order(parts, rows: np.ndarray) -> list[Scores]:
+  """The same parts, whose failures name the rows of the batch.
+
+  Counted from the first row of their part, as everywhere.
+
+  Args:
+    rows: i[N], number in the batch of each row, part after part.
+  """
+  out, start = [], 0
+  for scores in parts:
+    failures = [
+      failure._replace(row=int(rows[start + failure.row]) - start)
+      for failure in scores.failures
+    ]
+    out.append(scores._replace(failures=failures))
+    start += len(scores.values)
+  return out
 
 
 def _chosen(prompts: Prompts, which: np.ndarray) -> Prompts:

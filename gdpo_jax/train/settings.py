@@ -298,7 +298,9 @@ class Settings:
     _choice('kl_estimator', self.kl_estimator, kl.ESTIMATORS)
     _choice('schedule', self.schedule, ('constant', 'cosine', 'linear'))
     _choice('compute_dtype', self.compute_dtype, ('float32', 'bfloat16'))
-    _choice('rollout_dtype', self.rollout_dtype, ('float32', 'bfloat16'))
+    _choice(
+      'rollout_dtype', self.rollout_dtype, ('float32', 'bfloat16', 'int8')
+    )
     _choice('condition_mode', self.condition_mode, ('zero', 'missing'))
     _choice('when_dry', self.when_dry, ('train', 'skip'))
     for name in (
@@ -362,6 +364,11 @@ class Settings:
       raise ValueError(
         f'pack_tokens is {self.pack_tokens}: it is at least 0, and 0 with '
         'sub-policies, which are not computed in packed lines.'
+      )
+    if self.rollout_dtype == 'int8' and self.subpolicy_rank:
+      raise ValueError(
+        'rollout_dtype int8 does not hold the blocks of sub-policies; choose '
+        'bfloat16 or float32.'
       )
     self._check_ahead()
     policy_settings.check(self)

@@ -6,8 +6,8 @@ import pytest
 from tiny_runs import TOKENIZER, byte_model, digits, settings, task, train
 
 from gdpo_jax import sampler, sharding
-from gdpo_jax.rewards.pipeline import Pipeline, Reward
-from gdpo_jax.train.experience import sample
+from gdpo_jax.rewards.pipeline import Failure, Pipeline, Reward, Scores
+from gdpo_jax.train.experience import _in_batch_order, sample
 from gdpo_jax.train.scoring import decode_completions, submit_rollout
 from gdpo_jax.types import Prompts, Rollout
 
@@ -86,3 +86,31 @@ def test_prompts_that_the_devices_do_not_divide_are_filled_up_and_cut():
   for name in ('prompt', 'tokens', 'mask', 'ended'):
     np.testing.assert_array_equal(*(getattr(r, name) for r in found))
   np.testing.assert_allclose(found[0].logp, found[1].logp, atol=1e-5)
+
+
+def test_failures_name_the_rows_of_the_batch():
+  """Two parts of two rows; the second part entered first."""
+
+  def part(*failed):
+    failures = [Failure('r', row, 'raised', '', '', 0) for row in failed]
+    return Scores(
+      ('r',), np.zeros((2, 1)), np.ones(1), {}, {}, failures, {}, {}, {}
+    )
+
+  rows = np.array([2, 3, 0, 1])
+  first, second = _in_batch_order([part(0, 1), part(1)], rows)
+  # a reader adds the rows of the parts before
+  assert [failure.row for failure in first.failures] == [2, 3]
+  assert [2 + failure.row for failure in second.failures] == [1]
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
+def test_rounded_rollouts_are_logged_and_corrected(tmp_path, dtype):
+  s = settings(
+    num_steps=2, save_every=0, rollout_dtype=dtype, importance_cap=2.0
+  )
+  result = train(byte_model(), tmp_path, s, heldout=[])
+  for row in result.history:
+    assert 1e-5 < row['sampler_mismatch'] < 0.1
+    assert 0.9 < row['importance/weight_mean'] < 1.1
+    assert row['importance/capped'] == 0
