@@ -24,7 +24,8 @@ from gdpo_jax import sharding
 from gdpo_jax.policy import hf, packing, weights
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
-from gdpo_jax.sampler import Sampling, generate
+from gdpo_jax.sampler import generate
+from gdpo_jax.sampling import Sampling
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.settings import Settings
 from gdpo_jax.train.step import make_train_step

@@ -21,7 +21,7 @@ import run as runs
 
 from gdpo_jax.policy import hf
 from gdpo_jax.rewards.pipeline import Pipeline
-from gdpo_jax.sampler import Sampling
+from gdpo_jax.sampling import Sampling
 from gdpo_jax.train.distill import distill
 from gdpo_jax.train.evaluate import evaluate
 from gdpo_jax.train.metrics import JSONL

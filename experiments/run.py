@@ -34,7 +34,8 @@ from gdpo_jax.policy import decoupled, hf
 from gdpo_jax.policy.hf import Pretrained
 from gdpo_jax.rewards import answers
 from gdpo_jax.rewards.pipeline import Pipeline
-from gdpo_jax.sampler import Sampling, generate
+from gdpo_jax.sampler import generate
+from gdpo_jax.sampling import Sampling
 from gdpo_jax.tasks.base import encode_prompts, evaluation_batches
 from gdpo_jax.train import monitor, policies, scoring
 from gdpo_jax.train.checkpoint import read_state

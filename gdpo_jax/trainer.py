@@ -25,7 +25,7 @@ from gdpo_jax.policy import hf, weights
 from gdpo_jax.policy.hf import Pretrained
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.rewards.pipeline import Pipeline, Reward, reward_weights
-from gdpo_jax.sampler import Sampling
+from gdpo_jax.sampling import Sampling
 from gdpo_jax.tasks import records
 from gdpo_jax.tasks.base import Task
 from gdpo_jax.train import loop

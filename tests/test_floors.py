@@ -16,6 +16,7 @@ FLOORS = {
   'gdpo_jax.rewards': 1,
   'gdpo_jax.policy': 1,
   'gdpo_jax.tasks': 2,
+  'gdpo_jax.sampling': 2,
   'gdpo_jax.sampler': 2,
   'gdpo_jax.judge': 2,
   'gdpo_jax.train': 3,

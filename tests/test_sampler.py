@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as Spec
 from gdpo_jax import sampler
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
-from gdpo_jax.sampler import Sampling, generate
+from gdpo_jax.sampler import generate
+from gdpo_jax.sampling import Sampling, _invert, sample
 from gdpo_jax.types import Prompts
 
 CONFIG = PolicyConfig(
@@ -59,9 +60,7 @@ LOGITS = jnp.array([[2.0, 1.0, 0.0]])
 
 
 def draw(uniform, **options):
-  token, logp = sampler.sample(
-    LOGITS, jnp.array([uniform]), Sampling(1, 1, **options)
-  )
+  token, logp = sample(LOGITS, jnp.array([uniform]), Sampling(1, 1, **options))
   return int(token[0]), float(logp[0])
 
 
@@ -101,7 +100,7 @@ def test_ties_keep_exactly_k():
   logits = jnp.zeros((200, 10))
   uniform = jnp.linspace(0, 0.9999, 200)
   for options in ({'top_k': 3}, {'top_p': 0.25}):
-    token, logp = sampler.sample(logits, uniform, Sampling(1, 1, **options))
+    token, logp = sample(logits, uniform, Sampling(1, 1, **options))
     assert set(token.tolist()) == {0, 1, 2}
     np.testing.assert_allclose(logp, np.log(1 / 3), atol=1e-6)
 
@@ -112,9 +111,9 @@ def test_frequencies_follow_the_softmax():
   logits = jax.random.normal(jax.random.key(1), (1, 300)) * 1.5
   uniforms = jax.random.uniform(jax.random.key(2), (count // 1000, 1000))
   tokens = jax.lax.map(
-    lambda u: sampler.sample(
-      jnp.broadcast_to(logits, (1000, 300)), u, Sampling(1, 1)
-    )[0],
+    lambda u: sample(jnp.broadcast_to(logits, (1000, 300)), u, Sampling(1, 1))[
+      0
+    ],
     uniforms,
   )
   seen = np.bincount(np.ravel(tokens), minlength=300)
@@ -132,7 +131,7 @@ def test_no_draw_leaves_the_support():
   uniforms = jnp.concatenate(
     [jnp.linspace(0, 1, 5000)[:-1], jnp.array([1 - 2**-24])]
   )
-  token, _ = sampler._invert(jnp.tile(weights, (5000, 1)), uniforms)
+  token, _ = _invert(jnp.tile(weights, (5000, 1)), uniforms)
   assert jnp.all(weights[0, token] > 0)
   assert jnp.all(jnp.diff(token) >= 0)
   assert len(set(token.tolist())) == 143

@@ -15,7 +15,8 @@ from gdpo_jax.policy import gguf, hf, weights
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
 from gdpo_jax.policy.tokenizer import byte_tokenizer
-from gdpo_jax.sampler import Sampling, generate
+from gdpo_jax.sampler import generate
+from gdpo_jax.sampling import Sampling
 from gdpo_jax.types import Prompts
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
