@@ -100,12 +100,12 @@ def gdpo_jax(directory: str, dtype: str, repeats: int):
 
 
 def trl(directory: str, dtype: str, repeats: int):
-  import resource
-
   import torch
   import transformers
   from datasets import Dataset
   from trl import GRPOConfig, GRPOTrainer
+
+  from gdpo_jax.train import accounting
 
   seconds = []
 
@@ -144,7 +144,7 @@ def trl(directory: str, dtype: str, repeats: int):
     callbacks=[Clock()],
   )
   trainer.train()
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+  peak = accounting.host_peak() / 2**30
   return {'seconds': seconds, 'peak_gib': peak}
 
 

@@ -7,6 +7,7 @@ work of the machine, not of the model. The prompt of a group counts once.
 
 import contextlib
 import functools
+import pathlib
 import re
 import resource
 import sys
@@ -141,11 +142,20 @@ def utilisation(
   }
 
 
+def host_peak() -> int:
+  """Bytes that this process held at most so far."""
+  try:
+    # ru_maxrss of a child begins with that of the process that started it
+    status = pathlib.Path('/proc/self/status').read_text()
+    return int(re.search(r'VmHWM:\s*(\d+) kB', status)[1]) * 1024
+  except (OSError, TypeError):
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def peak_memory() -> dict[str, float]:
   """GiB at most so far: of this process, and of its fullest device if known."""
-  unit = 1 if sys.platform == 'darwin' else 1024
-  host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-  out = {'memory/host_peak': host / 2**30}
+  out = {'memory/host_peak': host_peak() / 2**30}
   stats = [d.memory_stats() or {} for d in jax.local_devices()]
   peaks = [s['peak_bytes_in_use'] for s in stats if 'peak_bytes_in_use' in s]
   if peaks:

@@ -1,5 +1,9 @@
 """FLOPs by hand, the peak, the sentence about memory."""
 
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +127,18 @@ def test_trace(tmp_path):
   with accounting.trace(tmp_path / 'yes', True):
     jnp.ones(3).sum().block_until_ready()
   assert list((tmp_path / 'yes').rglob('*.xplane.pb'))
+
+
+def test_the_peak_is_of_this_process_and_not_of_its_parent():
+  """A child of a large process starts with nothing of it."""
+  held = np.ones(2**27)  # 1 GiB
+  code = 'from gdpo_jax.train import accounting as a; print(a.host_peak())'
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=pathlib.Path(__file__).parents[2],
+  )
+  assert held.nbytes < accounting.host_peak()
+  assert 0 < int(done.stdout) < held.nbytes
