@@ -105,7 +105,7 @@ def _scaling(rows):
     '',
     '## What a FLOP costs, by size',
     '',
-    'A model of 8 layers and width 288 unless said, 64 prompt tokens. Predicted: '
+    'A model of 4 layers and width 288 unless said, 64 prompt tokens. Predicted: '
     'counted FLOPs at the median share of the matrix peak over all rows of the '
     'curve.',
     '',
