@@ -101,6 +101,8 @@ def test_the_page_says_what_the_runs_say(tmp_path):
   assert found['pareto_front'] == ['gdpo', 'mo_grpo']
   assert (tmp_path / 'compare.svg').read_text().rstrip().endswith('</svg>')
   page = (tmp_path / 'compare.html').read_text()
+  compare.write(variants, [0, 1], tmp_path, 'a <title>')
+  assert (tmp_path / 'compare.html').read_text() == page  # byte for byte
   assert 'a &lt;title&gt;' in page and 'gdpo ★' in page and 'grpo ★' in page
   assert '0.750 <small>' in page and 'http' not in page.split('<body>')[1][:500]
 
