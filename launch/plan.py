@@ -270,7 +270,7 @@ def estimate(shape, settings: Settings, num: int, gib_each: float) -> str:
     rows
     * config.num_heads
     / sizes[2]
-    * min(s.max_new_tokens, attention.CHUNK)
+    * max(attention.BLOCK, s.max_new_tokens / attention.MAX_BLOCKS)
     * s.max_new_tokens
   )
   activations = 4 * (kept + layers * tokens * wide + 4 * scores)

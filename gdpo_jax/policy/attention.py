@@ -3,7 +3,7 @@
   attend  L lines of T tokens, each token against those before it in its line
           and, jointly, against C keys that all lines of a text share
 
-  plain   anywhere, float32; long lines a block of queries at a time
+  plain   anywhere; a block of queries at a time
   cudnn   GPUs, where the products of the policy are bfloat16: the flash kernel
           behind jax.nn.dot_product_attention
   splash  TPUs: the Pallas kernel jax.experimental.pallas.ops.tpu.
@@ -19,13 +19,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gdpo_jax.types import Array
 
 # Finite, so that no softmax ever meets -inf minus -inf.
 MASKED = -1e30
-# Queries that attend at once; a longer sequence is taken in blocks.
-CHUNK = 512
+# Queries that attend at once, unless that makes more blocks than MAX_BLOCKS:
+# every block is compiled.
+BLOCK = 64
+MAX_BLOCKS = 16
 # Queries and keys of the TPU kernel come in multiples of this.
 LANES = 128
 
@@ -56,14 +59,14 @@ def attend(
     segments: i32[P, L * T]; a token sees earlier ones of its own segment. None:
       a line is one segment. Every token sees itself, pads included.
     shared: see Shared.
-    dtype: of the products of the policy; flash kernels are given it.
+    dtype: of the inputs of products; sums and softmax are float32.
   """
   if shared is not None and not shared.mask.shape[1]:
     shared = None
   packed = segments is not None and shared is not None
   how = _flash(jnp.dtype(dtype), packed, q, k)
   if how is None:
-    return _plain(q, k, v, num_lines, segments, shared)
+    return _plain(q, k, v, num_lines, segments, shared, dtype)
   return how(q, k, v, num_lines, segments, shared, dtype)
 
 
@@ -193,79 +196,121 @@ def _rounded_up(x, length):
   return jnp.pad(x, more)
 
 
-def _plain(q, k, v, num_lines, segments, shared):
-  length = q.shape[1] // num_lines
-  if segments is not None:
-    segments = segments.reshape(len(q), 1, num_lines, 1, length)
-  seen = _seen(length, segments)
-  qs, ks, vs = (_split_heads(x, num_lines, k) for x in (q, k, v))
+def _plain(q, k, v, num_lines, segments, shared, dtype):
+  """Every line [T, HD] of queries against its C + T keys."""
+  num_texts, rows, heads, head_dim = q.shape
+  lines = functools.partial(by_line, num_lines=num_lines)
+  own = None if segments is None else lines(segments)
+  q, k, v = lines(q), lines(k), lines(v)
+  known = None
   if shared is not None:
-    # [P, C, KV, HD] -> [P, KV, C, HD]
-    shared = (shared.k.swapaxes(1, 2), shared.v.swapaxes(1, 2), shared.mask)
-  return _merge_heads(_in_blocks(qs, ks, vs, seen, shared))
+    k = _in_front(k, shared.k, num_lines)
+    v = _in_front(v, shared.v, num_lines)
+    known = jnp.repeat(shared.mask, num_lines, axis=0)
+  # the query heads of a key head lie one behind the other
+  q = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+  out = _softmax(q, k, v, own, known, jnp.dtype(dtype))
+  return out.transpose(0, 3, 1, 2, 4).reshape(num_texts, rows, -1)
 
 
-def _split_heads(x, num_lines, k):
-  """[P, L * T, heads, HD] -> [P, KV, L, R, T, HD], R heads per key head."""
-  num_texts, _, _, head_dim = x.shape
-  x = x.reshape(
-    num_texts, num_lines, -1, k.shape[2], x.shape[2] // k.shape[2], head_dim
+def _blocks(length):
+  """[start, stop) of the queries that attend at once."""
+  size = max(BLOCK, -(-length // MAX_BLOCKS))
+  return [(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+def _may_see(start, stop, segments, known):
+  """bool, broadcast to [B, 1, 1, stop - start, C + stop]."""
+  seen = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
+  seen = seen[None, None, None]
+  if segments is not None:
+    same = segments[:, start:stop, None] == segments[:, None, :stop]
+    seen &= same[:, None, None]
+  if known is None:
+    return seen
+  size = (len(known), 1, 1, stop - start)
+  before = jnp.broadcast_to(known[:, None, None, None], (*size, known.shape[1]))
+  return jnp.concatenate(
+    [before, jnp.broadcast_to(seen, (*size, stop))], axis=-1
   )
-  return x.transpose(0, 3, 1, 4, 2, 5)
 
 
-def _merge_heads(x):
-  """[P, KV, L, R, T, HD] -> [P, L * T, H * HD]."""
-  num_texts, kv_heads, num_lines, ratio, length, head_dim = x.shape
-  x = x.transpose(0, 2, 4, 1, 3, 5)
-  return x.reshape(num_texts, num_lines * length, -1)
+def _product(dtype):
+  """An einsum with inputs in `dtype` and float32 sums."""
+
+  def einsum(equation, *inputs):
+    inputs = (x.astype(dtype) for x in inputs)
+    return jnp.einsum(equation, *inputs, preferred_element_type=jnp.float32)
+
+  return einsum
 
 
-def _in_blocks(q, k, v, seen, shared):
-  """Softmax attention over own keys and, jointly, over shared ones.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _softmax(q, k, v, segments, known, dtype):
+  """f32[B, KV, R, T, HD], a block of queries after the other.
 
-  Long lines are taken a block of queries at a time, and again in the backward
-  pass, so that memory grows with their length and not its square.
+  A block is given no later keys than it may see, which spares half of the work,
+  and none of its scores are kept: the backward pass computes them again from
+  the logarithm of the sum of weights, as FlashAttention-2 (arXiv:2307.08691,
+  algorithm 2) does.
 
   Args:
-    q: f32[P, KV, L, R, T, HD].
-    k: f32[P, KV, L, 1, T, HD], as v.
-    seen: bool, broadcast to [P, KV, L, R, T, T].
-    shared: None, or k and v [P, KV, C, HD] and their bool[P, C].
+    q: f32[B, KV, R, T, HD].
+    k: f32[B, KV, C + T, HD], as v.
+    segments: i32[B, T] or None; see `attend`.
+    known: bool[B, C], which of the first C keys are real; None where C is 0.
+    dtype: of the inputs of products.
   """
-  length = q.shape[-2]
-  if length <= CHUNK:
-    return _scores_at_once(q, k, v, seen, shared)
-  block = max(n for n in range(1, CHUNK + 1) if length % n == 0)
-
-  def blocks(x):
-    """[..., T, X] -> [T / block, ..., block, X]."""
-    x = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
-    return jnp.moveaxis(x, -3, 0)
-
-  out = jax.lax.map(
-    jax.checkpoint(
-      lambda part: _scores_at_once(part[0], k, v, part[1], shared)
-    ),
-    (blocks(q), blocks(seen)),
-  )
-  return jnp.moveaxis(out, 0, -3).reshape(q.shape)
+  return _softmax_parts(q, k, v, segments, known, dtype)[0]
 
 
-def _scores_at_once(q, k, v, seen, shared):
-  k, v = k[:, :, :, 0], v[:, :, :, 0]
-  scores = jnp.einsum('pkgrtd,pkgsd->pkgrts', q, k)
-  parts = [(jnp.where(seen, scores, MASKED), v, 'pkgrts,pkgsd->pkgrtd')]
-  if shared is not None:
-    k, v, known = shared
-    scores = jnp.einsum('pkgrtd,pksd->pkgrts', q, k)
-    scores = jnp.where(known[:, None, None, None, None, :], scores, MASKED)
-    parts.append((scores, v, 'pkgrts,pksd->pkgrtd'))
-  tops = (scores.max(axis=-1, keepdims=True) for scores, _, _ in parts)
-  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
-  out, total = 0, 0
-  for scores, values, product in parts:
+def _softmax_parts(q, k, v, segments, known, dtype):
+  """The same, and f32[B, KV, R, T], the logarithm of the sum of weights."""
+  einsum, context = _product(dtype), k.shape[2] - q.shape[3]
+  outs, logs = [], []
+  for start, stop in _blocks(q.shape[3]):
+    rows, keys = slice(start, stop), slice(context + stop)
+    scores = einsum('bkrtd,bksd->bkrts', q[:, :, :, rows], k[:, :, keys])
+    scores = jnp.where(_may_see(start, stop, segments, known), scores, MASKED)
+    top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
-    out += jnp.einsum(product, weights, values)
-    total += weights.sum(axis=-1, keepdims=True)
-  return out / total
+    total = weights.sum(axis=-1, keepdims=True)
+    outs.append(einsum('bkrts,bksd->bkrtd', weights, v[:, :, keys]) / total)
+    logs.append((top + jnp.log(total))[..., 0])
+  return jnp.concatenate(outs, axis=3), jnp.concatenate(logs, axis=3)
+
+
+def _softmax_fwd(q, k, v, segments, known, dtype):
+  # saved where the results of dense products are, see decoder.REMAT
+  out, logs = checkpoint_name(
+    _softmax_parts(q, k, v, segments, known, dtype), 'dense'
+  )
+  return out, (q, k, v, segments, known, out, logs)
+
+
+def _softmax_bwd(dtype, kept, gradient):
+  q, k, v, segments, known, out, logs = kept
+  einsum, context = _product(dtype), k.shape[2] - q.shape[3]
+  shift = (gradient * out).sum(axis=-1)
+  dq, dk, dv = [], jnp.zeros_like(k), jnp.zeros_like(v)
+  for start, stop in _blocks(q.shape[3]):
+    rows, keys = slice(start, stop), slice(context + stop)
+    qs, gs = q[:, :, :, rows], gradient[:, :, :, rows]
+    ks, vs = k[:, :, keys], v[:, :, keys]
+    seen = _may_see(start, stop, segments, known)
+    # [B, KV, keys, R, queries]: two of the three sums below run over the last
+    # axes, as CPUs have it fastest, and one would with the queries first.
+    seen = jnp.moveaxis(seen, -1, 2)
+    scores = einsum('bksd,bkrtd->bksrt', ks, qs)
+    weights = jnp.exp(scores - logs[:, :, None, :, rows])
+    weights = jnp.where(seen, weights, 0)
+    change = einsum('bksd,bkrtd->bksrt', vs, gs)
+    change = weights * (change - shift[:, :, None, :, rows])
+    dq.append(einsum('bksrt,bksd->bkrtd', change, ks))
+    dk = dk.at[:, :, keys].add(einsum('bksrt,bkrtd->bksd', change, qs))
+    dv = dv.at[:, :, keys].add(einsum('bksrt,bkrtd->bksd', weights, gs))
+  return jnp.concatenate(dq, axis=3), dk, dv, None, None
+
+
+_softmax.defvjp(_softmax_fwd, _softmax_bwd)

@@ -136,8 +136,10 @@ def project(x: Array, w: Array, scale: Array | None = None) -> Array:
 def _project_cpu(x, w):
   """Measured with 32 rows, weights that do not fit a cache, two cores."""
   outputs, inputs = w.shape
-  wide = outputs > 2 * inputs and w.dtype == jnp.float32
-  if x.shape[0] > MANY_ROWS or wide:
+  # 0.76 ms against 0.97 with w on the left (3072 x 576), 0.25 against 0.30
+  # (960 x 576); bfloat16 is faster with w on the left.
+  by_row = outputs >= inputs and w.dtype == jnp.float32
+  if x.shape[0] > MANY_ROWS or by_row:
     return _row_major(_dot(_row_major(x), w, (1, 1)))
   if inputs > outputs:
     # What comes from a product lies by columns: no need to turn it around.

@@ -55,6 +55,27 @@ def by_hand(q, k, v, num_lines, segments, shared):
   return out.reshape(P, size, H * HD)
 
 
+def all_at_once(q, k, v, num_lines, segments, shared):
+  """The same as one softmax over [L * T, C + L * T], for its gradient."""
+  size = q.shape[1]
+  line = jnp.arange(size) // T
+  seen = (line[:, None] == line) & (
+    jnp.arange(size)[:, None] >= jnp.arange(size)
+  )
+  seen = jnp.broadcast_to(seen, (P, size, size))
+  if segments is not None:
+    seen &= segments[:, :, None] == segments[:, None]
+  if shared is not None:
+    k = jnp.concatenate([shared.k, k], axis=1)
+    v = jnp.concatenate([shared.v, v], axis=1)
+    known = jnp.broadcast_to(shared.mask[:, None], (P, size, C))
+    seen = jnp.concatenate([known, seen], axis=-1)
+  k, v = (jnp.repeat(x, H // KV, axis=2) for x in (k, v))
+  scores = jnp.einsum('pthd,pshd->phts', q, k)
+  weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
+  return jnp.einsum('phts,pshd->pthd', weights, v).reshape(P, size, H * HD)
+
+
 SEGMENTS = {
   'one': None,
   'padded': np.array([[0, 0, 1, 1, 1, 1, 1] * L, [1] * 7 * L], np.int32),
@@ -66,10 +87,11 @@ SEGMENTS = {
 GPU = functools.partial(
   attention._cudnn, dtype=jnp.float32, implementation='xla'
 )
+PLAIN = functools.partial(attention._plain, dtype=jnp.float32)
 TPU = functools.partial(attention._splash, dtype=jnp.float32, interpret=True)
 CASES = [
   (how, segments, with_shared)
-  for how in ('plain', 'gpu', 'tpu')
+  for how in ('plain', 'blocks', 'gpu', 'tpu')
   for segments in SEGMENTS
   for with_shared in (False, True)
   if not (how == 'tpu' and with_shared and segments != 'one')
@@ -77,8 +99,10 @@ CASES = [
 
 
 @pytest.mark.parametrize('how, segments, with_shared', CASES)
-def test_every_kernel_and_its_gradient(how, segments, with_shared):
-  run = {'plain': attention._plain, 'gpu': GPU, 'tpu': TPU}[how]
+def test_every_kernel_and_its_gradient(how, segments, with_shared, monkeypatch):
+  run = {'plain': PLAIN, 'blocks': PLAIN, 'gpu': GPU, 'tpu': TPU}[how]
+  if how == 'blocks':
+    monkeypatch.setattr(attention, 'BLOCK', 2)  # 2, 2, 2 and 1 of T
   own, shared = inputs()
   shared = shared if with_shared else None
   segments = SEGMENTS[segments]
@@ -98,9 +122,44 @@ def test_every_kernel_and_its_gradient(how, segments, with_shared):
 
   grads = [
     jax.jit(jax.grad(functools.partial(loss, r), argnums=(0, 1)))(own, known)
-    for r in (run, attention._plain)
+    for r in (run, all_at_once)
   ]
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), *grads)
+
+
+def test_products_of_plain_attention_are_rounded_where_the_policy_says_so():
+  """bfloat16 has 8 bits: close to float32, and not the same."""
+  own, shared = inputs()
+
+  def loss(own, dtype):
+    out = attention.attend(*own, L, None, shared, dtype)
+    return jnp.sum(jnp.sin(out)), out
+
+  (exact, rounded) = (
+    jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)(
+      own, dtype
+    )
+    for dtype in (jnp.float32, jnp.bfloat16)
+  )
+  for x, y in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded)):
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(x, y, atol=5e-2, rtol=1e-2)
+    if x.size > 1:
+      assert np.abs(x - y).max() > 1e-4
+
+
+def test_long_lines_keep_no_scores():
+  """What is kept for the backward pass grows with the length, not its square."""
+  sizes = []
+  for length in (512, 1024):
+    array = jax.ShapeDtypeStruct
+    q = array((1, length, H, HD), jnp.float32)
+    k = array((1, length, KV, HD), jnp.float32)
+    _, pullback = jax.eval_shape(
+      lambda *x: jax.vjp(lambda *x: attention.attend(*x, 1), *x), q, k, k
+    )
+    sizes.append(sum(x.size for x in jax.tree.leaves(pullback)))
+  assert sizes[1] <= 2 * sizes[0]
 
 
 def test_the_kernel_follows_the_device_of_the_mesh():

@@ -262,7 +262,7 @@ def test_blocks_of_queries_change_nothing(params, ragged, monkeypatch):
     return jax.jit(jax.grad(loss, has_aux=True))(params, ragged)
 
   expected = run()
-  monkeypatch.setattr(attention, 'CHUNK', 2)
+  monkeypatch.setattr(attention, 'BLOCK', 2)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
     run(),
