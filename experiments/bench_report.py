@@ -11,12 +11,13 @@ import sys
 
 from experiments.bench_sides import Shape
 
-SHAPE = Shape()
+SHAPE, MANY = Shape(), Shape(prompts=16)
 SPEEDS = {
   'update': ('rows/s', SHAPE.rows),
   'packing': ('rows/s', SHAPE.rows),
   'step': ('steps/min', 60),
   'ragged': ('new tokens/s', int(SHAPE.ragged().sum())),
+  'refill': ('new tokens/s', int(MANY.ragged().sum())),
 }
 
 
@@ -52,6 +53,12 @@ def page(results) -> str:
     lines += [
       f'| {name} | {peak:.3f} | {share:.2f} |'
       for name, (peak, share) in shares.items()
+    ]
+  if sizes := results.get('rollout_megabytes'):
+    lines += ['', '| weights of a rollout | MB | of float32 |', '|---|---|---|']
+    lines += [
+      f'| {dtype} | {size:.0f} | {size / sizes["float32"]:.2f} |'
+      for dtype, size in sizes.items()
     ]
   if memory := results.get('memory'):
     lines += [

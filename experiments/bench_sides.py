@@ -24,7 +24,7 @@ from gdpo_jax import sharding
 from gdpo_jax.policy import hf, packing, weights
 from gdpo_jax.policy.config import PolicyConfig
 from gdpo_jax.policy.policy import make_policy
-from gdpo_jax.sampler import generate
+from gdpo_jax.sampler import generate, stream
 from gdpo_jax.sampling import Sampling
 from gdpo_jax.train import state as state_lib
 from gdpo_jax.train.settings import Settings
@@ -113,6 +113,58 @@ def ours(config, params, shape: Shape, dtype: str, lengths=None) -> Side:
     return jax.block_until_ready(out)
 
   return run
+
+
+def waves(
+  config, params, shape: Shape, dtype: str, in_flight: int, refilled: bool
+) -> Side:
+  """Ragged rows, of which the device holds `in_flight` prompts at a time.
+
+  Refilled: a prompt enters where rows have ended. Else part by part, each until
+  its longest row has ended. Longest first both times, as in training.
+  """
+  policy, keys = make_policy(config), iter(range(10**6))
+  given, lengths = random_prompts(config, shape), shape.ragged()
+  by_prompt = lengths.reshape(-1, shape.group)
+  order = np.argsort(-by_prompt.max(axis=1), kind='stable')
+  prompts = Prompts(given.tokens[order], given.mask[order], [])
+  limits = by_prompt[order].reshape(-1)
+  sampling = Sampling(shape.group, shape.new_tokens, dtype=dtype)
+
+  def run():
+    key = jax.random.key(next(keys))
+    rows = np.arange(shape.rows)
+    if refilled:
+      parts = [(prompts, rows)]
+    else:
+      parts = [
+        (
+          Prompts(prompts.tokens[at], prompts.mask[at], []),
+          rows.reshape(-1, shape.group)[at].reshape(-1),
+        )
+        for at in np.split(
+          np.arange(shape.prompts), range(in_flight, shape.prompts, in_flight)
+        )
+      ]
+    for part, ids in parts:
+      for out in stream(
+        policy, params, part, key, sampling, ids, in_flight, None, limits[ids]
+      ):
+        jax.block_until_ready(out)
+
+  return run
+
+
+def rollout_megabytes(config, params) -> dict[str, float]:
+  """MB of the weights that a rollout holds, by their dtype."""
+  policy, out = make_policy(config), {}
+  for dtype in ('float32', 'bfloat16', 'int8'):
+    held = jax.eval_shape(
+      lambda p, d=dtype: policy.rollout_params(p, d), params
+    )
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(held)]
+    out[dtype] = sum(sizes) / 1e6
+  return out
 
 
 def with_transformers(config, model, shape: Shape, lengths=None) -> Side:

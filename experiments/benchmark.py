@@ -14,6 +14,8 @@ load at the start of each part stands on the page.
 
   rollout  all rows to the length limit
   ragged   rows of 16 to 128 new tokens, uniform
+  refill   64 ragged rows of which 32 are in flight, refilled and part by part
+  weights  a rollout with weights of float32, bfloat16 and int8, and their size
   shapes   rollouts of 32 rows with other groups, and with longer prompts
   update   gradients, clip by global norm, AdamW
   packing  the same on ragged rows in groups of 8, in a line each and packed
@@ -43,6 +45,8 @@ from gdpo_jax.train import accounting
 PARTS = (
   'rollout',
   'ragged',
+  'refill',
+  'weights',
   'shapes',
   'update',
   'packing',
@@ -63,6 +67,7 @@ _OUT = flags.DEFINE_string(
 )
 
 SHAPE = Shape()
+MANY = Shape(prompts=16)
 OTHER_SHAPES = (Shape(4, 8), Shape(2, 16), Shape(8, 4, prompt_tokens=512))
 # Few layers of half the width: hours would tell no more.
 SMALL = dataclasses.replace(
@@ -125,6 +130,28 @@ class Bench:
 
   def ragged(self):
     self._time('ragged', self.sampling(SHAPE, SHAPE.ragged()))
+
+  def refill(self):
+    sides = {
+      f'gdpo_jax {dtype}, {name}': bench_sides.waves(
+        self.config, self.params, MANY, dtype, SHAPE.prompts, refilled
+      )
+      for dtype in self.dtypes
+      for name, refilled in (('refilled', True), ('in parts', False))
+    }
+    self._time('refill', sides)
+
+  def weights(self):
+    sides = {
+      f'gdpo_jax {dtype}': bench_sides.ours(
+        self.config, self.params, SHAPE, dtype
+      )
+      for dtype in ('float32', 'bfloat16', 'int8')
+    }
+    self._time('weights', sides)
+    self.results['rollout_megabytes'] = bench_sides.rollout_megabytes(
+      self.config, self.params
+    )
 
   def shapes(self):
     for shape in OTHER_SHAPES:
