@@ -17,12 +17,13 @@ The queue, the most informative cells first:
 
   rates    three learning rates per method, `agree_if`, two seeds of their own
   main     each method at its best rate, eight seeds, `scale` and `conflict`
-  others   the other tasks of study_tasks.py, four seeds
+  one_rate gdpo, grpo and grpo_batch at one rate, where their best ones differ
   groups   group sizes 2, 4, 16 at 128 rows a step, on `scale`, four seeds
-  weights  1:3 and 3:1, on `scale`, four seeds
-  more     the other tasks, four more seeds
+  weights  1:3 and 3:1, on `scale`, four seeds, as `groups` at one rate
+  others   the other tasks of study_tasks.py, four seeds
   real     SmolLM2-135M-Instruct on arithmetic, then on GSM8K, three seeds
            (GSM8K needs DATA/gsm8k_train.jsonl and DATA/gsm8k_test.jsonl)
+  more     the other tasks, four more seeds
 
 study_report.py makes tables and figures of what is there.
 """
@@ -67,7 +68,14 @@ def config_of(
   if cell.task in study_cells.REAL:
     experiment, variant, _, steps, heldout = study_cells.REAL[cell.task]
     config = _load_config(experiment, variant)
-    config.update(num_steps=steps, heldout=heldout, save_every=2)
+    config.update(
+      num_steps=steps,
+      heldout=heldout,
+      save_every=2,
+      # half the time on a CPU; ratios are corrected for the rounded rollout
+      compute_dtype='bfloat16',
+      rollout_dtype='bfloat16',
+    )
     for part in ('train', 'heldout'):
       if part in config.task:
         config.task[part] = str(data / pathlib.Path(config.task[part]).name)

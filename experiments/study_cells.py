@@ -33,6 +33,7 @@ METHODS = (
 FEW = ('grpo', 'grpo_batch', 'gdpo')  # where all of them would cost too much
 RATES = (3e-5, 1e-4, 3e-4)
 RATE_TASK = 'agree_if'
+ONE_RATE = 1e-4  # of the comparisons at one rate, and of the other sweeps
 SWEPT = 'scale'  # the task of the other sweeps
 RATE_SEEDS = (100, 101)  # not those that are compared afterwards
 SEEDS = tuple(range(8))
@@ -40,8 +41,8 @@ ROWS = 128  # of a step of the tiny tasks, whatever the group size
 NUM_STEPS = 60
 # config and variant of the real tasks, rate, steps, held-out problems
 REAL = {
-  'arithmetic': ('math_len', 'smollm2', 1e-5, 16, 200),
-  'gsm8k': ('gsm8k', 'gsm8k', 5e-6, 8, 64),
+  'arithmetic': ('math_len', 'smollm2', 1e-5, 10, 100),
+  'gsm8k': ('gsm8k', 'gsm8k', 5e-6, 3, 32),
 }
 
 
@@ -116,9 +117,14 @@ def queue(rates: dict[str, float]) -> list[tuple[str, Cell]]:
     rates: the best of each method.
   """
 
-  def cells(part, tasks, seeds, methods=METHODS, group=8, weights=None):
+  def cells(
+    part, tasks, seeds, methods=METHODS, group=8, weights=None, rate=None
+  ):
     return [
-      (part, Cell(task, m, rates[m], group, weights or _ones(task), seed))
+      (
+        part,
+        Cell(task, m, rate or rates[m], group, weights or _ones(task), seed),
+      )
       for seed in seeds
       for task in tasks
       for m in methods
@@ -126,12 +132,18 @@ def queue(rates: dict[str, float]) -> list[tuple[str, Cell]]:
 
   main = (SWEPT, 'conflict')
   others = [task for task in study_tasks.TINY if task not in main]
-  out = cells('main', main, SEEDS) + cells('others', others, SEEDS[:4])
+  # gdpo and what it is compared with, where their best rates differ
+  moved = [m for m in FEW if rates[m] != ONE_RATE]
+  out = cells('main', main, SEEDS)
+  out += cells('one_rate', main, SEEDS, moved, rate=ONE_RATE)
   for size in (2, 4, 16):
-    out += cells('groups', [SWEPT], SEEDS[:4], FEW, group=size)
+    out += cells('groups', [SWEPT], SEEDS[:4], FEW, group=size, rate=ONE_RATE)
   for weights in ((1.0, 3.0), (3.0, 1.0)):
-    out += cells('weights', [SWEPT], SEEDS[:4], FEW, weights=weights)
-  out += cells('more', others, SEEDS[4:])
+    out += cells(
+      'weights', [SWEPT], SEEDS[:4], FEW, weights=weights, rate=ONE_RATE
+    )
+  out += cells('others', others, SEEDS[:4])
+  out += cells('one_rate', others, SEEDS[:4], moved, rate=ONE_RATE)
   for task, group in (('arithmetic', 4), ('gsm8k', 8)):
     rate = REAL[task][2]
     out += [
@@ -139,7 +151,7 @@ def queue(rates: dict[str, float]) -> list[tuple[str, Cell]]:
       for seed in SEEDS[:3]
       for method in FEW
     ]
-  return out
+  return out + cells('more', others, SEEDS[4:])
 
 
 class Raw(NamedTuple):

@@ -30,12 +30,17 @@ class Study(NamedTuple):
     task: str,
     group: int | None = None,
     weights: tuple[float, ...] | None = None,
+    rate: float | None = None,
   ) -> SETTING:
-    """Method -> seed -> cell, of the compared seeds, at the best rates."""
+    """Method -> seed -> cell, of the compared seeds.
+
+    Args:
+      rate: of all methods; None: the best of each.
+    """
     found: SETTING = collections.defaultdict(dict)
     real = task in study_cells.REAL
     for cell, raw in self.raws.items():
-      wanted = (
+      wanted = rate or (
         study_cells.REAL[task][2] if real else self.rates.get(cell.method)
       )
       size = 8 if group is None and not real else group

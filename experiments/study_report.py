@@ -21,7 +21,7 @@ import argparse
 import collections
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import study_cells
@@ -70,14 +70,24 @@ def progress_table(s: Study) -> str:
         f'{sum(raw.cpu_seconds for raw in run) / 3600:.2f}',
       )
     )
-    by_task = collections.Counter(
-      f'{cell.task}, {cell.method}' for cell in cells if cell not in s.raws
-    )
-    if by_task:
-      said = '; '.join(f'{name}: {n}' for name, n in sorted(by_task.items()))
+    if said := '; '.join(_not_run(s, cells)):
       missing.append(f'* {part}, cells not run: {said}.')
   text = table(('part', 'cells run', 'failed', 'core hours'), rows)
   return text + '\n\n' + '\n'.join(missing or ['Every cell has been run.'])
+
+
+def _not_run(s: Study, cells: list[study_cells.Cell]) -> Iterator[str]:
+  """'task, methods: number of each', where several have the same number."""
+  open_ = collections.Counter(
+    (cell.task, cell.method) for cell in cells if cell not in s.raws
+  )
+  by_number = collections.defaultdict(list)
+  for (task, method), number in open_.items():
+    by_number[task, number].append(method)
+  for (task, number), methods in by_number.items():
+    asked = {cell.method for cell in cells if cell.task == task}
+    names = 'each method' if len(methods) == len(asked) else ', '.join(methods)
+    yield f'{task}, {names}: {number}'
 
 
 def rates_table(s: Study) -> str:
@@ -164,11 +174,14 @@ def summary(s: Study) -> str:
     study_cells.queue(dict.fromkeys(study_cells.METHODS, 0.0))
   )
   said = [f'{len(s.raws)} of {everything} cells have been run.']
-  for other in ('grpo', 'grpo_batch', 'mo_grpo'):
+  compared_with = [(other, {}) for other in ('grpo', 'grpo_batch', 'mo_grpo')]
+  compared_with += [(other, AT_ONE) for other in ('grpo', 'grpo_batch')]
+  for other, setting in compared_with:
+    where = ', both at one rate,' if setting else ''
     tasks: dict[str, list[str]] = {v: [] for v in ('ahead', 'open', 'behind')}
     single = []
     for task in study_tasks.TINY:
-      cells = s.setting(task)
+      cells = s.setting(task, **setting)
       if 'gdpo' not in cells or other not in cells:
         continue
       d = difference(cells['gdpo'], cells[other], score)
@@ -182,10 +195,10 @@ def summary(s: Study) -> str:
           single.append(f'{task}: {reward.name}')
     compared = sum(map(len, tasks.values()))
     if not compared:
-      said.append(f'`gdpo` and `{other}` have not been compared yet.')
+      said.append(f'`gdpo` and `{other}`{where} have not been compared yet.')
       continue
     said.append(
-      f'In score at the end `gdpo` is behind `{other}` on '
+      f'In score at the end `gdpo` is behind `{other}`{where} on '
       f'{len(tasks["behind"])} of {compared} tasks '
       f'({_listed(tasks["behind"])}), not to be told from it on '
       f'{len(tasks["open"])} ({_listed(tasks["open"])}) and ahead on '
@@ -215,7 +228,7 @@ def claims_table(s: Study) -> str:
 
   def with_weights(method, number):
     cells = [
-      s.setting(study_cells.SWEPT, weights=w).get(method)
+      s.setting(study_cells.SWEPT, weights=w, **AT_ONE).get(method)
       for w in ((3.0, 1.0), (1.0, 1.0), (1.0, 3.0))
     ]
     return ', '.join(
@@ -282,6 +295,7 @@ def _fallen(s: Study, method: str) -> str:
   return f'{len(fallen)} of {len(runs)}'
 
 
+AT_ONE = {'rate': study_cells.ONE_RATE}
 PAIRS = (
   ('gdpo', 'grpo'),
   ('gdpo', 'grpo_batch'),
@@ -291,14 +305,14 @@ PAIRS = (
 )
 
 
-def verdicts_table(s: Study) -> str:
+def verdicts_table(s: Study, pairs=PAIRS, **setting) -> str:
   """Differences of the score, a row per task, a column per pair."""
   rows = []
-  totals = [collections.Counter() for _ in PAIRS]
+  totals = [collections.Counter() for _ in pairs]
   for task in study_tasks.TINY:
-    cells = s.setting(task)
+    cells = s.setting(task, **setting)
     row = [task]
-    for (a, b), total in zip(PAIRS, totals):
+    for (a, b), total in zip(pairs, totals):
       d = None
       if a in cells and b in cells:
         d = difference(cells[a], cells[b], score)
@@ -311,7 +325,16 @@ def verdicts_table(s: Study) -> str:
     for t in totals
   ]
   rows.append(['in all', *counted])
-  return table(('task', *(f'{a} less {b}' for a, b in PAIRS)), rows)
+  return table(('task', *(f'{a} less {b}' for a, b in pairs)), rows)
+
+
+def one_rate_section(s: Study) -> str:
+  """gdpo, grpo and grpo_batch at one rate."""
+  pairs = [(a, b) for a, b in PAIRS if {a, b} <= set(study_cells.FEW)]
+  parts = [verdicts_table(s, pairs, **AT_ONE)]
+  for task in (study_cells.SWEPT, 'conflict'):
+    parts += [f'`{task}`:', differences_table(s, task, **AT_ONE)]
+  return '\n\n'.join(parts)
 
 
 def ranks_table(s: Study) -> str:
@@ -342,7 +365,7 @@ def groups_table(s: Study) -> str:
     parts.append(
       f'Group size {size}, {study_cells.ROWS // size} prompts a step:'
     )
-    parts.append(differences_table(s, study_cells.SWEPT, group=size))
+    parts.append(differences_table(s, study_cells.SWEPT, group=size, **AT_ONE))
   return '\n\n'.join(parts)
 
 
@@ -354,7 +377,7 @@ def weights_table(s: Study) -> str:
       r.name for r in study_tasks.TINY[study_cells.SWEPT].rewards
     )
     parts.append(f'Weights {names} = {said}:')
-    parts.append(task_table(s, study_cells.SWEPT, weights=weights))
+    parts.append(task_table(s, study_cells.SWEPT, weights=weights, **AT_ONE))
   return '\n\n'.join(parts)
 
 
@@ -371,6 +394,7 @@ TABLES = {
   'progress': progress_table,
   'rates': rates_table,
   'verdicts': verdicts_table,
+  'one_rate': one_rate_section,
   'ranks': ranks_table,
   'tasks': tasks_section,
   'groups': groups_table,
