@@ -30,6 +30,12 @@ def test_names_say_what_the_cell_is():
   assert len(set(cells)) == len(cells)
   main = [cell for part, cell in study_cells.queue(rates) if part == 'main']
   assert len(main) == 2 * 8 * 8 and {cell.rate for cell in main} == {3e-5}
+  # once more at one rate: those of three methods whose best rate is another
+  one = [cell for part, cell in study_cells.queue(rates) if part == 'one_rate']
+  assert {cell.rate for cell in one} == {study_cells.ONE_RATE}
+  assert {cell.method for cell in one} == {'grpo', 'grpo_batch', 'gdpo'}
+  rates = dict.fromkeys(study_cells.METHODS, study_cells.ONE_RATE)
+  assert 'one_rate' not in {part for part, _ in study_cells.queue(rates)}
   for wrong in ('scale', 'scale/gdpoo_r1_g8_w1-1_s0', 'x/gdpo_r1_g8_w1_s0'):
     with pytest.raises(ValueError, match='no cell|tasks are'):
       study_cells.parse(wrong)
@@ -211,6 +217,7 @@ def test_tables_by_hand(tmp_path):
   s = study_report.write(tmp_path)
   cells = s.setting('scale')
   assert list(cells) == ['grpo', 'grpo_batch', 'mo_grpo', 'gdpo']
+  assert list(s.setting('scale', rate=3e-4)['gdpo']) == [7]
   d = study_numbers.difference(
     cells['gdpo'], cells['grpo'], study_numbers.sampled('form')
   )
@@ -235,7 +242,10 @@ def test_tables_by_hand(tmp_path):
   assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
   assert 'mo_grpo 0 of 4, gdpo 0 of 4' in text
   assert '| main | 16 of 128 | 0 | 0.16 |' in text
-  assert 'main, cells not run: conflict, dr_grpo: 8;' in text
+  assert (
+    'main, cells not run: scale, dr_grpo, dvao, sa_mrpo, gd2po: 8; conflict, '
+    'each method: 8; scale, grpo, grpo_batch, mo_grpo, gdpo: 4.'
+  ) in text
   assert (tmp_path / 'figures' / 'scale.png').stat().st_size > 5000
   # nothing new: nothing changes
   study_report.write(tmp_path)
