@@ -6,6 +6,7 @@ work of the machine, not of the model. The prompt of a group counts once.
 """
 
 import contextlib
+import ctypes
 import functools
 import pathlib
 import re
@@ -158,6 +159,18 @@ def host_peak() -> int:
   except (OSError, TypeError):
     unit = 1 if sys.platform == 'darwin' else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def give_back() -> None:
+  """Freed memory to the operating system, where the C library would keep it.
+
+  glibc keeps what a rollout has freed while the update asks for more elsewhere:
+  1 GiB of a step of SmolLM2 on a CPU. Takes some 30 ms there.
+  """
+  if sys.platform == 'linux' and jax.default_backend() == 'cpu':
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)  # musl has none
+    if trim is not None:
+      trim(0)
 
 
 def peak_memory() -> dict[str, float]:

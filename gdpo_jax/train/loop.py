@@ -248,6 +248,7 @@ def train(
             state.params, base, state.controllers, experience.batch, *shaped
           )
       new: dict[str, Any] = {}
+      accounting.give_back()
       with (
         timer('update'),
         accounting.trace(directory / 'trace' / 'update', traced),

@@ -1,6 +1,7 @@
 """FLOPs by hand, the peak, the sentence about memory."""
 
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -142,3 +143,36 @@ def test_the_peak_is_of_this_process_and_not_of_its_parent():
   )
   assert held.nbytes < accounting.host_peak()
   assert 0 < int(done.stdout) < held.nbytes
+
+
+@pytest.mark.skipif(
+  sys.platform != 'linux' or 'glibc' not in platform.libc_ver()[0],
+  reason='malloc_trim is of glibc',
+)
+def test_freed_memory_goes_back():
+  """64 MiB in blocks that glibc does not map by themselves, one kept on top."""
+  code = """
+import ctypes
+from gdpo_jax.train import accounting
+def resident():
+  status = open('/proc/self/status').read()
+  return int(status.split('VmRSS:')[1].split()[0]) / 1024
+c = ctypes.CDLL(None)
+c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = [c.malloc(1 << 16) for _ in range(1024)]
+for b in blocks:
+  ctypes.memset(ctypes.c_void_p(b), 1, 1 << 16)
+for b in blocks[:-1]:
+  c.free(b)
+held = resident()
+accounting.give_back()
+print(held - resident())
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=pathlib.Path(__file__).parents[2],
+  )
+  assert float(done.stdout) > 50
