@@ -168,16 +168,20 @@ def _listed(names: Sequence[str]) -> str:
   return ', '.join(f'`{name}`' for name in names) or 'none'
 
 
+def _counted(names: Sequence[str]) -> str:
+  return f'{len(names)} ({_listed(names)})' if names else 'none'
+
+
 def summary(s: Study) -> str:
   """Where GDPO is ahead, where not: the first paragraph."""
   everything = len(study_cells.rate_cells()) + len(
     study_cells.queue(dict.fromkeys(study_cells.METHODS, 0.0))
   )
   said = [f'{len(s.raws)} of {everything} cells have been run.']
-  compared_with = [(other, {}) for other in ('grpo', 'grpo_batch', 'mo_grpo')]
-  compared_with += [(other, AT_ONE) for other in ('grpo', 'grpo_batch')]
+  compared_with = [(other, AT_ONE) for other in ('grpo', 'grpo_batch')]
+  compared_with += [(other, {}) for other in ('grpo', 'grpo_batch', 'mo_grpo')]
   for other, setting in compared_with:
-    where = ', both at one rate,' if setting else ''
+    where = ' at one rate' if setting else ' at the best rate of each'
     tasks: dict[str, list[str]] = {v: [] for v in ('ahead', 'open', 'behind')}
     single = []
     for task in study_tasks.TINY:
@@ -193,17 +197,14 @@ def summary(s: Study) -> str:
         d = difference(cells['gdpo'], cells[other], number)
         if d.verdict == 'behind':
           single.append(f'{task}: {reward.name}')
-    compared = sum(map(len, tasks.values()))
-    if not compared:
+    if not any(tasks.values()):
       said.append(f'`gdpo` and `{other}`{where} have not been compared yet.')
       continue
     said.append(
-      f'In score at the end `gdpo` is behind `{other}`{where} on '
-      f'{len(tasks["behind"])} of {compared} tasks '
-      f'({_listed(tasks["behind"])}), not to be told from it on '
-      f'{len(tasks["open"])} ({_listed(tasks["open"])}) and ahead on '
-      f'{len(tasks["ahead"])} ({_listed(tasks["ahead"])}); of single rewards '
-      f'it is behind in {_listed(single)}.'
+      f'`gdpo` against `{other}`{where}, score at the end: ahead on '
+      f'{_counted(tasks["ahead"])}, behind on {_counted(tasks["behind"])}, not '
+      f'to be told apart on {_counted(tasks["open"])}; of single rewards it is '
+      f'behind in {_listed(single)}.'
     )
   return ' '.join(said)
 

@@ -236,8 +236,9 @@ def test_tables_by_hand(tmp_path):
   assert row[3].startswith('+0.000 [+0.000, +0.000] 0/4')
   assert '| gdpo | 4 | 0.000 [0.000, 0.000] | 0.700 [0.6' in text
   assert (
-    'behind `grpo` on 0 of 1 tasks (none), not to be told from it on 0 (none) '
-    'and ahead on 1 (`scale`); of single rewards it is behind in none.'
+    '`gdpo` against `grpo` at one rate, score at the end: ahead on 1 (`scale`), '
+    'behind on none, not to be told apart on none; of single rewards it is '
+    'behind in none.'
   ) in text
   assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
   assert 'mo_grpo 0 of 4, gdpo 0 of 4' in text
