@@ -271,8 +271,10 @@ class Bench:
       if close := getattr(side, 'close', None):
         close()
 
-  def shares_of_peak(self):
+  def shares_of_peak(self, what):
     """{side: (TFLOP/s of a large product now, share that the side reached)}."""
+    if what not in ('rollout', 'update'):
+      return
     settings = bench_sides.update_settings(SHAPE, 'float32')
     work = accounting.step_work(
       self.config,
@@ -280,15 +282,14 @@ class Bench:
       np.full(SHAPE.prompts, SHAPE.prompt_tokens),
       np.full((SHAPE.prompts, SHAPE.group), SHAPE.new_tokens),
     )
-    for what in ('rollout', 'update'):
-      for name, values in self.results['seconds'].get(what, {}).items():
-        if name.startswith('gdpo_jax'):
-          peak = accounting.matrix_peak(
-            self.config.width, self.config.mlp_width, name.split()[1]
-          )
-          share = getattr(work, what) / float(np.median(values)) / peak
-          shares = self.results.setdefault('share_of_peak', {})
-          shares[f'{what}, {name}'] = peak / 1e12, share
+    for name, values in self.results['seconds'][what].items():
+      if name.startswith('gdpo_jax'):
+        peak = accounting.matrix_peak(
+          self.config.width, self.config.mlp_width, name.split()[1]
+        )
+        share = getattr(work, what) / float(np.median(values)) / peak
+        shares = self.results.setdefault('share_of_peak', {})
+        shares[f'{what}, {name}'] = peak / 1e12, share
 
 
 def main(_):
@@ -306,7 +307,7 @@ def main(_):
       print(what, flush=True)
       bench.results['load'][what] = round(os.getloadavg()[0], 1)
       getattr(bench, what)()
-      bench.shares_of_peak()
+      bench.shares_of_peak(what)
       if _OUT.value:  # after each part: a stopped run keeps what it has
         bench_report.write(pathlib.Path(_OUT.value), bench.results)
   print('\n' + bench_report.page(bench.results))
