@@ -212,8 +212,8 @@ def summary(s: Study) -> str:
 def _difference_of(
   s: Study, a: tuple[str, str], b: tuple[str, str], number
 ) -> str:
-  """Two (task, method) on the same seeds."""
-  cells = [s.setting(task).get(method, {}) for task, method in (a, b)]
+  """Two (task, method) on the same seeds, at one rate."""
+  cells = [s.setting(task, **AT_ONE).get(method, {}) for task, method in (a, b)]
   return str(difference(*cells, number) or 'not run')
 
 
