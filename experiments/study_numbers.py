@@ -15,6 +15,7 @@ import study_cells
 
 LAST = 10  # steps that 'sampled' is taken over
 BASE = 'grpo'
+FEWEST_SEEDS = 3  # of a difference that is said to be one
 SETTING = dict[str, dict[int, study_cells.Raw]]  # method -> seed -> cell
 
 
@@ -116,16 +117,16 @@ class Difference(NamedTuple):
 
   @property
   def verdict(self) -> str:
-    """What the interval says: 'ahead', 'behind' or 'open'."""
-    if self.seeds < 3:
-      return 'open'
+    """What the interval says: 'ahead', 'behind' or 'open'; 'few' seeds."""
+    if self.seeds < FEWEST_SEEDS:
+      return 'few'
     if self.interval.low > 0:
       return 'ahead'
     return 'behind' if self.interval.high < 0 else 'open'
 
   def __str__(self) -> str:
     i = self.interval
-    mark = '' if self.verdict == 'open' else '**'
+    mark = '**' if self.verdict in ('ahead', 'behind') else ''
     return (
       f'{mark}{i.mean:+.3f}{mark} [{i.low:+.3f}, {i.high:+.3f}] '
       f'{self.ahead}/{self.seeds}'

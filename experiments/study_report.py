@@ -158,7 +158,7 @@ def tasks_section(s: Study) -> str:
       f'{first[f"rewards/{n}/group_std"]:.2f})'
       for n in raw.run.names
     )
-    parts.append(f'First step of a seed: {start}.')
+    parts.append(f'First step of seed 0: {start}.')
     parts.append(f'![curves of {task}](figures/{task}.png)')
     parts += [task_table(s, task), differences_table(s, task)]
   return '\n\n'.join(parts)
@@ -182,7 +182,9 @@ def summary(s: Study) -> str:
   compared_with += [(other, {}) for other in ('grpo', 'grpo_batch', 'mo_grpo')]
   for other, setting in compared_with:
     where = ' at one rate' if setting else ' at the best rate of each'
-    tasks: dict[str, list[str]] = {v: [] for v in ('ahead', 'open', 'behind')}
+    tasks: dict[str, list[str]] = {
+      v: [] for v in ('ahead', 'open', 'behind', 'few')
+    }
     single = []
     for task in study_tasks.TINY:
       cells = s.setting(task, **setting)
@@ -203,8 +205,9 @@ def summary(s: Study) -> str:
     said.append(
       f'`gdpo` against `{other}`{where}, score at the end: ahead on '
       f'{_counted(tasks["ahead"])}, behind on {_counted(tasks["behind"])}, not '
-      f'to be told apart on {_counted(tasks["open"])}; of single rewards it is '
-      f'behind in {_listed(single)}.'
+      f'to be told apart on {_counted(tasks["open"])}, fewer than three seeds '
+      f'on {_counted(tasks["few"])}; of single rewards it is behind in '
+      f'{_listed(single)}.'
     )
   return ' '.join(said)
 
@@ -275,8 +278,9 @@ def claims_table(s: Study) -> str:
     ),
     (
       'Without the batch step GDPO now and then fails to converge',
-      'runs of all tiny tasks that end below their first step in score: '
-      + ', '.join(f'{m} {_fallen(s, m)}' for m in ('mo_grpo', 'gdpo')),
+      'runs of all tiny tasks whose last ten steps are below their first five '
+      'in score: '
+      + ', '.join(f'{m} {_fallen(s, m)}' for m in ('mo_grpo', 'gdpo', 'grpo')),
     ),
   ]
   return table(('the paper', 'seen'), rows)
@@ -322,7 +326,7 @@ def verdicts_table(s: Study, pairs=PAIRS, **setting) -> str:
       row.append(d or '')
     rows.append(row)
   counted = [
-    ', '.join(f'{t[v]} {v}' for v in ('ahead', 'behind', 'open'))
+    ', '.join(f'{t[v]} {v}' for v in ('ahead', 'behind', 'open', 'few'))
     for t in totals
   ]
   rows.append(['in all', *counted])

@@ -68,9 +68,11 @@ while ((left > 0)); do
       (
         sleep "${GRACE:-90}"
         stop KILL
-      ) &
+      ) > /dev/null 2>&1 & # else a reader of our output waits for the sleep
+      watcher=$!
     fi
   fi
   ended=
 done
+[[ -z ${watcher:-} ]] || kill "$watcher" 2> /dev/null || true
 exit "$status"

@@ -104,6 +104,11 @@ def test_local_processes_sets_the_contract():
 def test_local_processes_reports_the_first_failure():
   done = local_processes('2', sys.executable, '-c', ECHO, '7')
   assert done.returncode == 7 and 'ended with status 7' in done.stderr
+  # the other one ends later: nobody waits for the grace to be over
+  late = 'import os, sys, time; i = int(os.environ["GDPO_PROCESS_ID"]); '
+  late += 'time.sleep(2 * (1 - i)); sys.exit(7 * i)'
+  done = local_processes('2', sys.executable, '-c', late)
+  assert done.returncode == 7 and 'for the other 1 to notice' in done.stderr
   assert local_processes('none').returncode == 2
 
 

@@ -3,7 +3,7 @@
   attend  L lines of T tokens, each token against those before it in its line
           and, jointly, against C keys that all lines of a text share
 
-  plain   anywhere; a block of queries at a time
+  plain   anywhere, float32, as the sampler has it; a block of queries at a time
   cudnn   GPUs, where the products of the policy are bfloat16: the flash kernel
           behind jax.nn.dot_product_attention
   splash  TPUs: the Pallas kernel jax.experimental.pallas.ops.tpu.
@@ -59,14 +59,14 @@ def attend(
     segments: i32[P, L * T]; a token sees earlier ones of its own segment. None:
       a line is one segment. Every token sees itself, pads included.
     shared: see Shared.
-    dtype: of the inputs of products; sums and softmax are float32.
+    dtype: of the products of the policy; flash kernels are given it.
   """
   if shared is not None and not shared.mask.shape[1]:
     shared = None
   packed = segments is not None and shared is not None
   how = _flash(jnp.dtype(dtype), packed, q, k)
   if how is None:
-    return _plain(q, k, v, num_lines, segments, shared, dtype)
+    return _plain(q, k, v, num_lines, segments, shared)
   return how(q, k, v, num_lines, segments, shared, dtype)
 
 
@@ -196,7 +196,7 @@ def _rounded_up(x, length):
   return jnp.pad(x, more)
 
 
-def _plain(q, k, v, num_lines, segments, shared, dtype):
+def _plain(q, k, v, num_lines, segments, shared):
   """Every line [T, HD] of queries against its C + T keys."""
   num_texts, rows, heads, head_dim = q.shape
   lines = functools.partial(by_line, num_lines=num_lines)
@@ -210,7 +210,7 @@ def _plain(q, k, v, num_lines, segments, shared, dtype):
   # the query heads of a key head lie one behind the other
   q = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  out = _softmax(q, k, v, own, known, jnp.dtype(dtype))
+  out = _softmax(q, k, v, own, known)
   return out.transpose(0, 3, 1, 2, 4).reshape(num_texts, rows, -1)
 
 
@@ -236,18 +236,8 @@ def _may_see(start, stop, segments, known):
   )
 
 
-def _product(dtype):
-  """An einsum with inputs in `dtype` and float32 sums."""
-
-  def einsum(equation, *inputs):
-    inputs = (x.astype(dtype) for x in inputs)
-    return jnp.einsum(equation, *inputs, preferred_element_type=jnp.float32)
-
-  return einsum
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _softmax(q, k, v, segments, known, dtype):
+@jax.custom_vjp
+def _softmax(q, k, v, segments, known):
   """f32[B, KV, R, T, HD], a block of queries after the other.
 
   A block is given no later keys than it may see, which spares half of the work,
@@ -260,38 +250,35 @@ def _softmax(q, k, v, segments, known, dtype):
     k: f32[B, KV, C + T, HD], as v.
     segments: i32[B, T] or None; see `attend`.
     known: bool[B, C], which of the first C keys are real; None where C is 0.
-    dtype: of the inputs of products.
   """
-  return _softmax_parts(q, k, v, segments, known, dtype)[0]
+  return _softmax_parts(q, k, v, segments, known)[0]
 
 
-def _softmax_parts(q, k, v, segments, known, dtype):
+def _softmax_parts(q, k, v, segments, known):
   """The same, and f32[B, KV, R, T], the logarithm of the sum of weights."""
-  einsum, context = _product(dtype), k.shape[2] - q.shape[3]
+  context = k.shape[2] - q.shape[3]
   outs, logs = [], []
   for start, stop in _blocks(q.shape[3]):
     rows, keys = slice(start, stop), slice(context + stop)
-    scores = einsum('bkrtd,bksd->bkrts', q[:, :, :, rows], k[:, :, keys])
+    scores = jnp.einsum('bkrtd,bksd->bkrts', q[:, :, :, rows], k[:, :, keys])
     scores = jnp.where(_may_see(start, stop, segments, known), scores, MASKED)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
-    outs.append(einsum('bkrts,bksd->bkrtd', weights, v[:, :, keys]) / total)
+    outs.append(jnp.einsum('bkrts,bksd->bkrtd', weights, v[:, :, keys]) / total)
     logs.append((top + jnp.log(total))[..., 0])
   return jnp.concatenate(outs, axis=3), jnp.concatenate(logs, axis=3)
 
 
-def _softmax_fwd(q, k, v, segments, known, dtype):
+def _softmax_fwd(q, k, v, segments, known):
   # saved where the results of dense products are, see decoder.REMAT
-  out, logs = checkpoint_name(
-    _softmax_parts(q, k, v, segments, known, dtype), 'dense'
-  )
+  out, logs = checkpoint_name(_softmax_parts(q, k, v, segments, known), 'dense')
   return out, (q, k, v, segments, known, out, logs)
 
 
-def _softmax_bwd(dtype, kept, gradient):
+def _softmax_bwd(kept, gradient):
   q, k, v, segments, known, out, logs = kept
-  einsum, context = _product(dtype), k.shape[2] - q.shape[3]
+  context = k.shape[2] - q.shape[3]
   shift = (gradient * out).sum(axis=-1)
   dq, dk, dv = [], jnp.zeros_like(k), jnp.zeros_like(v)
   for start, stop in _blocks(q.shape[3]):
@@ -302,14 +289,14 @@ def _softmax_bwd(dtype, kept, gradient):
     # [B, KV, keys, R, queries]: two of the three sums below run over the last
     # axes, as CPUs have it fastest, and one would with the queries first.
     seen = jnp.moveaxis(seen, -1, 2)
-    scores = einsum('bksd,bkrtd->bksrt', ks, qs)
+    scores = jnp.einsum('bksd,bkrtd->bksrt', ks, qs)
     weights = jnp.exp(scores - logs[:, :, None, :, rows])
     weights = jnp.where(seen, weights, 0)
-    change = einsum('bksd,bkrtd->bksrt', vs, gs)
+    change = jnp.einsum('bksd,bkrtd->bksrt', vs, gs)
     change = weights * (change - shift[:, :, None, :, rows])
-    dq.append(einsum('bksrt,bksd->bkrtd', change, ks))
-    dk = dk.at[:, :, keys].add(einsum('bksrt,bkrtd->bksd', change, qs))
-    dv = dv.at[:, :, keys].add(einsum('bksrt,bkrtd->bksd', weights, gs))
+    dq.append(jnp.einsum('bksrt,bksd->bkrtd', change, ks))
+    dk = dk.at[:, :, keys].add(jnp.einsum('bksrt,bkrtd->bksd', change, qs))
+    dv = dv.at[:, :, keys].add(jnp.einsum('bksrt,bkrtd->bksd', weights, gs))
   return jnp.concatenate(dq, axis=3), dk, dv, None, None
 
 

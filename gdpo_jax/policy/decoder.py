@@ -10,9 +10,8 @@ values to a context, a pytree with an `attend` method.
   Continuation  prefill: texts that continue one prefix
   Slots         decoding: one new token per row against what is known so far
 
-The residual stream, the norms and the softmax are float32; `dtype` is that of
-the inputs of the products (None: as the weights are stored), also of attention's
-where many tokens attend at once.
+The residual stream, the norms, attention and the softmax are float32; `dtype`
+is that of the inputs of the dense products (None: as the weights are stored).
 """
 
 import functools

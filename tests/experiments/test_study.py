@@ -237,11 +237,11 @@ def test_tables_by_hand(tmp_path):
   assert '| gdpo | 4 | 0.000 [0.000, 0.000] | 0.700 [0.6' in text
   assert (
     '`gdpo` against `grpo` at one rate, score at the end: ahead on 1 (`scale`), '
-    'behind on none, not to be told apart on none; of single rewards it is '
-    'behind in none.'
+    'behind on none, not to be told apart on none, fewer than three seeds on '
+    'none; of single rewards it is behind in none.'
   ) in text
   assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
-  assert 'mo_grpo 0 of 4, gdpo 0 of 4' in text
+  assert 'mo_grpo 0 of 4, gdpo 0 of 4, grpo 0 of 4' in text
   assert '| main | 16 of 128 | 0 | 0.16 |' in text
   assert (
     'main, cells not run: scale, dr_grpo, dvao, sa_mrpo, gd2po: 8; conflict, '
