@@ -133,22 +133,13 @@ def waves(
 
   def run():
     key = jax.random.key(next(keys))
-    rows = np.arange(shape.rows)
-    if refilled:
-      parts = [(prompts, rows)]
-    else:
-      parts = [
-        (
-          Prompts(prompts.tokens[at], prompts.mask[at], []),
-          rows.reshape(-1, shape.group)[at].reshape(-1),
-        )
-        for at in np.split(
-          np.arange(shape.prompts), range(in_flight, shape.prompts, in_flight)
-        )
-      ]
-    for part, ids in parts:
+    size = shape.prompts if refilled else in_flight
+    for first in range(0, shape.prompts, size):
+      at = slice(first, first + size)
+      rows = np.arange(shape.rows).reshape(-1, shape.group)[at].reshape(-1)
+      part = Prompts(prompts.tokens[at], prompts.mask[at], [])
       for out in stream(
-        policy, params, part, key, sampling, ids, in_flight, None, limits[ids]
+        policy, params, part, key, sampling, rows, in_flight, None, limits[rows]
       ):
         jax.block_until_ready(out)
 

@@ -102,29 +102,21 @@ def _in_front(own: Array, shared: Array, num_lines: int) -> Array:
   return jnp.concatenate([jnp.repeat(shared, num_lines, axis=0), own], axis=1)
 
 
-def _seen(length: int, segments: Array | None) -> Array:
-  """bool[..., T, T], [T, T] where a line is one segment; i32[..., T]."""
-  causal = jnp.tril(jnp.ones((length, length), bool))
-  if segments is None:
-    return causal
-  return causal & (segments[..., :, None] == segments[..., None, :])
-
-
 def _cudnn(q, k, v, num_lines, segments, shared, dtype, implementation='cudnn'):
   lines = functools.partial(by_line, num_lines=num_lines)
   own = None if segments is None else lines(segments)
   q, k, v = lines(q), lines(k), lines(v)
   num_rows, length = q.shape[:2]
-  seen = jnp.broadcast_to(_seen(length, own), (num_rows, length, length))
+  known = None
   if shared is not None:
     k = _in_front(k, shared.k, num_lines)
     v = _in_front(v, shared.v, num_lines)
-    known = jnp.repeat(shared.mask, num_lines, axis=0)[:, None]
-    known = jnp.broadcast_to(known, (num_rows, length, known.shape[-1]))
-    seen = jnp.concatenate([known, seen], axis=-1)
+    known = jnp.repeat(shared.mask, num_lines, axis=0)
+  seen = _may_see(0, length, own, known)[:, :, 0]
+  seen = jnp.broadcast_to(seen, (num_rows, *seen.shape[1:]))
   out = jax.nn.dot_product_attention(
     *(x.astype(dtype) for x in (q, k, v)),
-    mask=seen[:, None],
+    mask=seen,
     scale=1.0,
     implementation=implementation,
   )

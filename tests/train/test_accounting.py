@@ -130,10 +130,8 @@ def test_trace(tmp_path):
   assert list((tmp_path / 'yes').rglob('*.xplane.pb'))
 
 
-def test_the_peak_is_of_this_process_and_not_of_its_parent():
-  """A child of a large process starts with nothing of it."""
-  held = np.ones(2**27)  # 1 GiB
-  code = 'from gdpo_jax.train import accounting as a; print(a.host_peak())'
+def printed_by(code):
+  """What a process of its own prints."""
   done = subprocess.run(
     [sys.executable, '-c', code],
     capture_output=True,
@@ -141,8 +139,15 @@ def test_the_peak_is_of_this_process_and_not_of_its_parent():
     check=True,
     cwd=pathlib.Path(__file__).parents[2],
   )
+  return done.stdout
+
+
+def test_the_peak_is_of_this_process_and_not_of_its_parent():
+  """A child of a large process starts with nothing of it."""
+  held = np.ones(2**27)  # 1 GiB
+  code = 'from gdpo_jax.train import accounting as a; print(a.host_peak())'
   assert held.nbytes < accounting.host_peak()
-  assert 0 < int(done.stdout) < held.nbytes
+  assert 0 < int(printed_by(code)) < held.nbytes
 
 
 @pytest.mark.skipif(
@@ -168,11 +173,4 @@ held = resident()
 accounting.give_back()
 print(held - resident())
 """
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    capture_output=True,
-    text=True,
-    check=True,
-    cwd=pathlib.Path(__file__).parents[2],
-  )
-  assert float(done.stdout) > 50
+  assert float(printed_by(code)) > 50
