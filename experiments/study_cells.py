@@ -151,7 +151,8 @@ def queue(rates: dict[str, float]) -> list[tuple[str, Cell]]:
       for seed in SEEDS[:3]
       for method in FEW
     ]
-  return out + cells('more', others, SEEDS[4:])
+  out += cells('more', others, SEEDS[4:])
+  return out + cells('more', others, SEEDS[4:], moved, rate=ONE_RATE)
 
 
 class Raw(NamedTuple):

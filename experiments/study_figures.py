@@ -6,6 +6,7 @@ import analysis
 import numpy as np
 import study_cells
 import study_tasks
+from study_cells import ONE_RATE
 from study_numbers import BASE, Study, difference, score
 
 
@@ -35,7 +36,10 @@ def curves(s: Study, task: str, path: pathlib.Path) -> None:
 
 
 def forest(s: Study, path: pathlib.Path) -> None:
-  """Score of each method less GRPO's, a panel per task."""
+  """Score of each method less GRPO's, a panel per task.
+
+  Full: at the best rate of each; hollow: at one rate.
+  """
   import matplotlib.figure
 
   tasks = [t for t in study_tasks.TINY if BASE in s.setting(t)]
@@ -49,13 +53,22 @@ def forest(s: Study, path: pathlib.Path) -> None:
   axes = np.atleast_1d(figure.subplots(lines, columns, sharey=True)).ravel()
   others = [m for m in study_cells.METHODS if m != BASE]
   for axis, task in zip(axes, tasks):
-    cells = s.setting(task)
-    for y, method in enumerate(others):
-      d = method in cells and difference(cells[method], cells[BASE], score)
-      if d:
-        i = d.interval
-        axis.plot([i.low, i.high], [y, y], color=f'C{y + 1}')
-        axis.plot(i.mean, y, 'o', color=f'C{y + 1}')
+    for rate, up, face in ((None, 0.15, None), (ONE_RATE, -0.15, 'white')):
+      cells = s.setting(task, rate=rate)
+      for i, method in enumerate(others):
+        if method not in cells or BASE not in cells:
+          continue
+        d = difference(cells[method], cells[BASE], score)
+        if d:
+          low, high = d.interval.low, d.interval.high
+          axis.plot([low, high], [i + up] * 2, color=f'C{i + 1}')
+          axis.plot(
+            d.interval.mean,
+            i + up,
+            'o',
+            color=f'C{i + 1}',
+            markerfacecolor=face or f'C{i + 1}',
+          )
     axis.axvline(0, color='black', linewidth=0.8)
     axis.set_yticks(range(len(others)), others)
     axis.set_title(task, fontsize=10)

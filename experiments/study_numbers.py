@@ -85,6 +85,11 @@ def score(raw: study_cells.Raw) -> float:
   return float(study_cells.scores(raw, -LAST).mean())
 
 
+def rewards_sum(raw: study_cells.Raw) -> float:
+  """The plain sum of the rewards, sampled: what GRPO maximizes."""
+  return sum(sampled(name)(raw) for name in raw.run.names)
+
+
 def whole_score(raw: study_cells.Raw) -> float:
   """The mean over all steps: who is early is ahead."""
   return float(study_cells.scores(raw, None).mean())
@@ -95,6 +100,13 @@ def heldout(name: str) -> Callable[[study_cells.Raw], float]:
     return float(np.nanmean(raw.run.after[:, raw.run.names.index(name)]))
 
   return of
+
+
+def heldout_score(raw: study_cells.Raw) -> float:
+  low, high = raw.ranges.T
+  return float(
+    ((np.nanmean(raw.run.after, axis=0) - low) / (high - low)).mean()
+  )
 
 
 def all_at_once(raw: study_cells.Raw) -> float:

@@ -33,8 +33,10 @@ from study_numbers import (
   all_at_once,
   difference,
   heldout,
+  heldout_score,
   interval,
   load,
+  rewards_sum,
   sampled,
   score,
   whole_score,
@@ -337,9 +339,28 @@ def one_rate_section(s: Study) -> str:
   """gdpo, grpo and grpo_batch at one rate."""
   pairs = [(a, b) for a, b in PAIRS if {a, b} <= set(study_cells.FEW)]
   parts = [verdicts_table(s, pairs, **AT_ONE)]
+  parts += ['`gdpo` less `grpo` in other numbers:', other_numbers_table(s)]
   for task in (study_cells.SWEPT, 'conflict'):
     parts += [f'`{task}`:', differences_table(s, task, **AT_ONE)]
   return '\n\n'.join(parts)
+
+
+def other_numbers_table(s: Study) -> str:
+  """gdpo less grpo at one rate, by what else one could go by."""
+  columns = {
+    'sum of the rewards': rewards_sum,
+    'held-out score': heldout_score,
+    'held-out, all at once': all_at_once,
+  }
+  rows = []
+  for task in study_tasks.TINY:
+    cells = s.setting(task, **AT_ONE)
+    if {'gdpo', BASE} <= set(cells):
+      found = (
+        difference(cells['gdpo'], cells[BASE], f) for f in columns.values()
+      )
+      rows.append([task, *(d or '' for d in found)])
+  return table(('task', *columns), rows)
 
 
 def ranks_table(s: Study) -> str:

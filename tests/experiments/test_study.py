@@ -32,6 +32,10 @@ def test_names_say_what_the_cell_is():
   assert len(main) == 2 * 8 * 8 and {cell.rate for cell in main} == {3e-5}
   # once more at one rate: those of three methods whose best rate is another
   one = [cell for part, cell in study_cells.queue(rates) if part == 'one_rate']
+  more = [cell for part, cell in study_cells.queue(rates) if part == 'more']
+  # eight seeds of every task, at the best rates and at one
+  assert {cell.seed for cell in more} == {4, 5, 6, 7}
+  assert len(more) == 11 * 4 * (8 + 3)
   assert {cell.rate for cell in one} == {study_cells.ONE_RATE}
   assert {cell.method for cell in one} == {'grpo', 'grpo_batch', 'gdpo'}
   rates = dict.fromkeys(study_cells.METHODS, study_cells.ONE_RATE)
@@ -190,6 +194,7 @@ between
 <!-- table: progress --><!-- end -->
 <!-- table: rates --><!-- end -->
 <!-- table: ranks --><!-- end -->
+<!-- table: one_rate --><!-- end -->
 <!-- table: groups --><!-- end -->
 <!-- table: weights --><!-- end -->
 <!-- table: real --><!-- end -->
@@ -239,6 +244,11 @@ def test_tables_by_hand(tmp_path):
     '`gdpo` against `grpo` at one rate, score at the end: ahead on 1 (`scale`), '
     'behind on none, not to be told apart on none, fewer than three seeds on '
     'none; of single rewards it is behind in none.'
+  ) in text
+  # plain sum, held-out score, all at once
+  assert (
+    '| scale | **+0.200** [+0.070, +0.330] 4/4 | **+0.100** [+0.035, +0.165] '
+    '4/4 | +0.000 [+0.000, +0.000] 0/4 |'
   ) in text
   assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
   assert 'mo_grpo 0 of 4, gdpo 0 of 4, grpo 0 of 4' in text
