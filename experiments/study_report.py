@@ -54,12 +54,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def progress_table(s: Study) -> str:
   """How much of each part has been run, and which cells have not."""
-  rates = s.rates or dict.fromkeys(study_cells.METHODS, study_cells.RATES[1])
-  parts: dict[str, list[study_cells.Cell]] = {'rates': study_cells.rate_cells()}
-  for part, cell in study_cells.queue(rates):
-    parts.setdefault(part, []).append(cell)
   rows, missing = [], []
-  for part, cells in parts.items():
+  for part, cells in _parts(s).items():
     run = [s.raws[cell] for cell in cells if cell in s.raws]
     failed = sum(
       study_cells.failure_path(s.directory, c).exists() for c in cells
@@ -76,6 +72,15 @@ def progress_table(s: Study) -> str:
       missing.append(f'* {part}, cells not run: {said}.')
   text = table(('part', 'cells run', 'failed', 'core hours'), rows)
   return text + '\n\n' + '\n'.join(missing or ['Every cell has been run.'])
+
+
+def _parts(s: Study) -> dict[str, list[study_cells.Cell]]:
+  """Every cell that there is to run."""
+  rates = s.rates or dict.fromkeys(study_cells.METHODS, study_cells.RATES[1])
+  parts = {'rates': study_cells.rate_cells()}
+  for part, cell in study_cells.queue(rates):
+    parts.setdefault(part, []).append(cell)
+  return parts
 
 
 def _not_run(s: Study, cells: list[study_cells.Cell]) -> Iterator[str]:
@@ -176,10 +181,8 @@ def _counted(names: Sequence[str]) -> str:
 
 def summary(s: Study) -> str:
   """Where GDPO is ahead, where not: the first paragraph."""
-  everything = len(study_cells.rate_cells()) + len(
-    study_cells.queue(dict.fromkeys(study_cells.METHODS, 0.0))
-  )
-  said = [f'{len(s.raws)} of {everything} cells have been run.']
+  everything = sum(len(cells) for cells in _parts(s).values())
+  said = [f'{len(s.raws)} of {everything} cells have been run.', '']
   compared_with = [(other, AT_ONE) for other in ('grpo', 'grpo_batch')]
   compared_with += [(other, {}) for other in ('grpo', 'grpo_batch', 'mo_grpo')]
   for other, setting in compared_with:
@@ -202,16 +205,16 @@ def summary(s: Study) -> str:
         if d.verdict == 'behind':
           single.append(f'{task}: {reward.name}')
     if not any(tasks.values()):
-      said.append(f'`gdpo` and `{other}`{where} have not been compared yet.')
+      said.append(f'* `gdpo` and `{other}`{where} have not been compared yet.')
       continue
+    few = f', too few seeds on {_counted(tasks["few"])}' if tasks['few'] else ''
     said.append(
-      f'`gdpo` against `{other}`{where}, score at the end: ahead on '
+      f'* `gdpo` against `{other}`{where}, score at the end: ahead on '
       f'{_counted(tasks["ahead"])}, behind on {_counted(tasks["behind"])}, not '
-      f'to be told apart on {_counted(tasks["open"])}, fewer than three seeds '
-      f'on {_counted(tasks["few"])}; of single rewards it is behind in '
-      f'{_listed(single)}.'
+      f'to be told apart on {_counted(tasks["open"])}{few}; of single rewards '
+      f'it is behind in {_listed(single)}.'
     )
-  return ' '.join(said)
+  return '\n'.join(said)
 
 
 def _difference_of(

@@ -242,8 +242,8 @@ def test_tables_by_hand(tmp_path):
   assert '| gdpo | 4 | 0.000 [0.000, 0.000] | 0.700 [0.6' in text
   assert (
     '`gdpo` against `grpo` at one rate, score at the end: ahead on 1 (`scale`), '
-    'behind on none, not to be told apart on none, fewer than three seeds on '
-    'none; of single rewards it is behind in none.'
+    'behind on none, not to be told apart on none; of single rewards it is '
+    'behind in none.'
   ) in text
   # plain sum, held-out score, all at once
   assert (
