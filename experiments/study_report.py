@@ -349,7 +349,10 @@ def one_rate_section(s: Study) -> str:
 
 
 def other_numbers_table(s: Study) -> str:
-  """gdpo less grpo at one rate, by what else one could go by."""
+  """gdpo less grpo at one rate, by what else one could go by.
+
+  The last column says whether that rate is a worse one for grpo.
+  """
   columns = {
     'sum of the rewards': rewards_sum,
     'held-out score': heldout_score,
@@ -359,11 +362,14 @@ def other_numbers_table(s: Study) -> str:
   for task in study_tasks.TINY:
     cells = s.setting(task, **AT_ONE)
     if {'gdpo', BASE} <= set(cells):
-      found = (
+      found = [
         difference(cells['gdpo'], cells[BASE], f) for f in columns.values()
-      )
+      ]
+      at_best = s.setting(task).get(BASE, {})
+      found.append(difference(cells[BASE], at_best, score))
       rows.append([task, *(d or '' for d in found)])
-  return table(('task', *columns), rows)
+  last = 'score of grpo here less at the best rate of the sweep'
+  return table(('task', *columns, last), rows)
 
 
 def ranks_table(s: Study) -> str:

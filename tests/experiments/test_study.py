@@ -248,7 +248,7 @@ def test_tables_by_hand(tmp_path):
   # plain sum, held-out score, all at once
   assert (
     '| scale | **+0.200** [+0.070, +0.330] 4/4 | **+0.100** [+0.035, +0.165] '
-    '4/4 | +0.000 [+0.000, +0.000] 0/4 |'
+    '4/4 | +0.000 [+0.000, +0.000] 0/4 | +0.000 [+0.000, +0.000] 0/4 |'
   ) in text
   assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
   assert 'mo_grpo 0 of 4, gdpo 0 of 4, grpo 0 of 4' in text
