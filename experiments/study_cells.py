@@ -137,11 +137,9 @@ def queue(rates: dict[str, float]) -> list[tuple[str, Cell]]:
   out = cells('main', main, SEEDS)
   out += cells('one_rate', main, SEEDS, moved, rate=ONE_RATE)
   for size in (2, 4, 16):
-    out += cells('groups', [SWEPT], SEEDS[:4], FEW, group=size, rate=ONE_RATE)
+    out += cells('groups', [SWEPT], SEEDS, FEW, group=size, rate=ONE_RATE)
   for weights in ((1.0, 3.0), (3.0, 1.0)):
-    out += cells(
-      'weights', [SWEPT], SEEDS[:4], FEW, weights=weights, rate=ONE_RATE
-    )
+    out += cells('weights', [SWEPT], SEEDS, FEW, weights=weights, rate=ONE_RATE)
   out += cells('others', others, SEEDS[:4])
   out += cells('one_rate', others, SEEDS[:4], moved, rate=ONE_RATE)
   for task, group in (('arithmetic', 4), ('gsm8k', 8)):
