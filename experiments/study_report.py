@@ -184,7 +184,9 @@ def summary(s: Study) -> str:
   everything = sum(len(cells) for cells in _parts(s).values())
   said = [f'{len(s.raws)} of {everything} cells have been run.', '']
   compared_with = [(other, AT_ONE) for other in ('grpo', 'grpo_batch')]
-  compared_with += [(other, {}) for other in ('grpo', 'grpo_batch', 'mo_grpo')]
+  compared_with += [
+    (other, {}) for other in ('grpo', 'grpo_batch', 'dr_grpo', 'mo_grpo')
+  ]
   for other, setting in compared_with:
     where = ' at one rate' if setting else ' at the best rate of each'
     tasks: dict[str, list[str]] = {
@@ -309,6 +311,7 @@ AT_ONE = {'rate': study_cells.ONE_RATE}
 PAIRS = (
   ('gdpo', 'grpo'),
   ('gdpo', 'grpo_batch'),
+  ('gdpo', 'dr_grpo'),
   ('gdpo', 'mo_grpo'),
   ('mo_grpo', 'grpo'),
   ('grpo_batch', 'grpo'),
@@ -343,7 +346,7 @@ def one_rate_section(s: Study) -> str:
   pairs = [(a, b) for a, b in PAIRS if {a, b} <= set(study_cells.FEW)]
   parts = [verdicts_table(s, pairs, **AT_ONE)]
   parts += ['`gdpo` less `grpo` in other numbers:', other_numbers_table(s)]
-  for task in (study_cells.SWEPT, 'conflict'):
+  for task in study_tasks.TINY:
     parts += [f'`{task}`:', differences_table(s, task, **AT_ONE)]
   return '\n\n'.join(parts)
 

@@ -238,7 +238,7 @@ def test_tables_by_hand(tmp_path):
   # half of the difference of one of two rewards
   row = re.search(r'\| scale \| (.*)', text)[1].split(' | ')
   assert row[0].startswith('**+0.100** [+0.035') and row[0].endswith('4/4')
-  assert row[3].startswith('+0.000 [+0.000, +0.000] 0/4')
+  assert row[4].startswith('+0.000 [+0.000, +0.000] 0/4')
   assert '| gdpo | 4 | 0.000 [0.000, 0.000] | 0.700 [0.6' in text
   assert (
     '`gdpo` against `grpo` at one rate, score at the end: ahead on 1 (`scale`), '
