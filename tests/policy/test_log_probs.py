@@ -263,8 +263,4 @@ def test_blocks_of_queries_change_nothing(params, ragged, monkeypatch):
 
   expected = run()
   monkeypatch.setattr(attention, 'BLOCK', 2)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-    run(),
-    expected,
-  )
+  assert_trees_close(run(), expected, rtol=1e-5)
