@@ -327,9 +327,11 @@ RIGHT = '\ndef f(x): return x'
       '  except OSError: pass',
       'timeout',
     ),
-    ('for _ in range(1000): print("x" * 10**6)', 'error'),
+    # These fill a limit on output or memory, which on a slow machine takes
+    # longer than the time they have.
+    ('for _ in range(1000): print("x" * 10**6)', 'error timeout'),
     ('data = bytearray(10 << 30)', 'error'),
-    ('data = [0]\nwhile True: data = data + data', 'error'),
+    ('data = [0]\nwhile True: data = data + data', 'error timeout'),
     ('import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)', None),
     ('import ctypes\nctypes.string_at(0)', 'died'),
     ('def f(x): return f(x)\nimport sys\nsys.setrecursionlimit(10**9)\nf(1)', None),
@@ -340,7 +342,7 @@ def test_hostile_programs_score_zero_in_time_and_leave_nothing(program, status):
   program += RIGHT if status is not None else ''
   got, value, said, _ = hostile(program)
   assert value == 0, said
-  assert status is None or got == status, said
+  assert status is None or got in status.split(), said
 
 
 def test_a_grandchild_does_not_outlive_the_run():
