@@ -70,6 +70,8 @@ def progress_table(s: Study) -> str:
     )
     if said := '; '.join(_not_run(s, cells)):
       missing.append(f'* {part}, cells not run: {said}.')
+  hours = sum(raw.cpu_seconds for raw in s.raws.values()) / 3600
+  rows.append(('in all', len(s.raws), sum(r[2] for r in rows), f'{hours:.2f}'))
   text = table(('part', 'cells run', 'failed', 'core hours'), rows)
   return text + '\n\n' + '\n'.join(missing or ['Every cell has been run.'])
 
