@@ -2,7 +2,7 @@
 
   python experiments/study.py --out=runs/study
   python experiments/study.py --out=runs/again \\
-    --cells=scale/gdpo_r0.0003_g8_w1-1_s0
+    --cells=scale/gdpo_r0.0001_g8_w1-1_s0
   python experiments/study.py --out=runs/study --list
 
 A cell is (task, method, rate, group size, weights, seed), and its name says so.
@@ -18,8 +18,8 @@ The queue, the most informative cells first:
   rates    three learning rates per method, `agree_if`, two seeds of their own
   main     each method at its best rate, eight seeds, `scale` and `conflict`
   one_rate gdpo, grpo and grpo_batch at one rate, where their best ones differ
-  groups   group sizes 2, 4, 16 at 128 rows a step, on `scale`, four seeds
-  weights  1:3 and 3:1, on `scale`, four seeds, as `groups` at one rate
+  groups   group sizes 2, 4, 16 at 128 rows a step, on `scale`, eight seeds
+  weights  1:3 and 3:1, on `scale`, eight seeds, as `groups` at one rate
   others   the other tasks of study_tasks.py, four seeds
   real     SmolLM2-135M-Instruct on arithmetic, then on GSM8K, three seeds
            (GSM8K needs DATA/gsm8k_train.jsonl and DATA/gsm8k_test.jsonl)

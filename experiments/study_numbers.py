@@ -12,10 +12,12 @@ from typing import NamedTuple
 import analysis
 import numpy as np
 import study_cells
+from scipy import stats
 
 LAST = 10  # steps that 'sampled' is taken over
 BASE = 'grpo'
 FEWEST_SEEDS = 3  # of a difference that is said to be one
+TIE = 1e-9  # raw files have six digits: less is rounding of sums
 SETTING = dict[str, dict[int, study_cells.Raw]]  # method -> seed -> cell
 
 
@@ -86,8 +88,8 @@ def score(raw: study_cells.Raw) -> float:
 
 
 def rewards_sum(raw: study_cells.Raw) -> float:
-  """The plain sum of the rewards, sampled: what GRPO maximizes."""
-  return sum(sampled(name)(raw) for name in raw.run.names)
+  """Their weighted sum with conditions, sampled: what GRPO maximizes."""
+  return float(np.mean([row['reward'] for row in raw.run.training[-LAST:]]))
 
 
 def whole_score(raw: study_cells.Raw) -> float:
@@ -126,6 +128,7 @@ class Difference(NamedTuple):
   interval: analysis.Interval  # Student's
   ahead: int  # seeds in which it is above 0
   seeds: int
+  p: float  # two-sided, of Student's test; 1 where nothing can be said
 
   @property
   def verdict(self) -> str:
@@ -154,7 +157,31 @@ def difference(
   seeds = sorted(set(a) & set(b))
   if not seeds:
     return None
-  values = np.array([number(a[s]) - number(b[s]) for s in seeds])
-  return Difference(
-    analysis.student(values), int((values > 0).sum()), len(seeds)
-  )
+  return of_values(np.array([number(a[s]) - number(b[s]) for s in seeds]))
+
+
+def of_values(values: np.ndarray) -> Difference:
+  """Of differences f[S], one per seed."""
+  varies = len(values) > 1 and np.ptp(values) > TIE
+  p = float(stats.ttest_1samp(values, 0).pvalue) if varies else 1.0
+  ahead = int((values > TIE).sum())
+  return Difference(analysis.student(values), ahead, len(values), p)
+
+
+def after_holm(differences: dict[str, Difference]) -> list[str]:
+  """The names whose difference outlasts the number of comparisons.
+
+  Holm's step-down correction (Scand. J. Statist. 6, 1979, section 3): in the
+  order of their p, the k-th of n (from 0) is held to level / (n - k), and the
+  first that fails ends it.
+  """
+  left = len(differences)
+  names = []
+  for name, d in sorted(differences.items(), key=lambda item: item[1].p):
+    if d.verdict not in ('ahead', 'behind') or (
+      d.p > (1 - analysis.LEVEL) / left
+    ):
+      break
+    names.append(name)
+    left -= 1
+  return names

@@ -29,13 +29,16 @@ import study_figures
 import study_tasks
 from study_numbers import (
   BASE,
+  Difference,
   Study,
+  after_holm,
   all_at_once,
   difference,
   heldout,
   heldout_score,
   interval,
   load,
+  of_values,
   rewards_sum,
   sampled,
   score,
@@ -218,7 +221,24 @@ def summary(s: Study) -> str:
       f'to be told apart on {_counted(tasks["open"])}{few}; of single rewards '
       f'it is behind in {_listed(single)}.'
     )
+  said += [_trained_on(s, other) for other in ('grpo', 'grpo_batch')]
   return '\n'.join(said)
+
+
+def _trained_on(s: Study, other: str) -> str:
+  """The same at one rate by the sum with conditions, which is trained on."""
+  tasks = collections.defaultdict(list)
+  for task in study_tasks.TINY:
+    cells = s.setting(task, **AT_ONE)
+    if {'gdpo', other} <= set(cells):
+      d = difference(cells['gdpo'], cells[other], rewards_sum)
+      tasks[d.verdict if d else 'few'].append(task)
+  return (
+    f'* `gdpo` against `{other}` at one rate, weighted sum with conditions '
+    f'(what is trained on) at the end: ahead on {_counted(tasks["ahead"])}, '
+    f'behind on {_counted(tasks["behind"])}, not to be told apart on '
+    f'{_counted(tasks["open"])}.'
+  )
 
 
 def _difference_of(
@@ -238,6 +258,17 @@ def claims_table(s: Study) -> str:
   def conditioned(method, number):
     a, b = ('conflict_if', method), ('conflict', method)
     return _difference_of(s, a, b, number)
+
+  def conditioned_more(number):
+    cells = [
+      s.setting(task, **AT_ONE).get(method, {})
+      for task in ('conflict_if', 'conflict')
+      for method in ('gdpo', BASE)
+    ]
+    seeds = sorted(set.intersection(*map(set, cells)))
+    values = np.array([[number(c[seed]) for c in cells] for seed in seeds])
+    signs = np.array((1, -1, -1, 1))
+    return of_values(values @ signs) if seeds else 'not run'
 
   def with_weights(method, number):
     cells = [
@@ -272,7 +303,8 @@ def claims_table(s: Study) -> str:
       'Conditioning the easy reward protects the hard one, in GDPO more than '
       'in GRPO',
       'correct on `conflict_if` less `conflict`: gdpo '
-      f'{conditioned("gdpo", correct)}, grpo {conditioned("grpo", correct)}',
+      f'{conditioned("gdpo", correct)}, grpo {conditioned("grpo", correct)}; '
+      f'the one less the other {conditioned_more(correct)}',
     ),
     (
       'Weights do not change which reward is served first',
@@ -282,7 +314,8 @@ def claims_table(s: Study) -> str:
     (
       'The gain holds with three rewards',
       f'score on `three` {versus("three", score)}, `three_if` '
-      f'{versus("three_if", score)}, `three_conflict` '
+      f'{versus("three_if", score)} (the sum that is trained on '
+      f'{versus("three_if", rewards_sum)}), `three_conflict` '
       f'{versus("three_conflict", score)}',
     ),
     (
@@ -323,23 +356,25 @@ PAIRS = (
 def verdicts_table(s: Study, pairs=PAIRS, **setting) -> str:
   """Differences of the score, a row per task, a column per pair."""
   rows = []
-  totals = [collections.Counter() for _ in pairs]
+  found: list[dict[str, Difference]] = [{} for _ in pairs]
   for task in study_tasks.TINY:
     cells = s.setting(task, **setting)
     row = [task]
-    for (a, b), total in zip(pairs, totals):
+    for (a, b), of_pair in zip(pairs, found):
       d = None
       if a in cells and b in cells:
         d = difference(cells[a], cells[b], score)
       if d:
-        total[d.verdict] += 1
+        of_pair[task] = d
       row.append(d or '')
     rows.append(row)
+  totals = [collections.Counter(d.verdict for d in f.values()) for f in found]
   counted = [
     ', '.join(f'{t[v]} {v}' for v in ('ahead', 'behind', 'open', 'few'))
     for t in totals
   ]
   rows.append(['in all', *counted])
+  rows.append(['after Holm', *(_listed(after_holm(f)) for f in found)])
   return table(('task', *(f'{a} less {b}' for a, b in pairs)), rows)
 
 
@@ -359,9 +394,10 @@ def other_numbers_table(s: Study) -> str:
   The last column says whether that rate is a worse one for grpo.
   """
   columns = {
-    'sum of the rewards': rewards_sum,
+    'sum that is trained on, with conditions': rewards_sum,
     'held-out score': heldout_score,
     'held-out, all at once': all_at_once,
+    'score, all steps': whole_score,
   }
   rows = []
   for task in study_tasks.TINY:

@@ -108,6 +108,8 @@ def write_raw(out, cell, graded, form):
   history += [
     {
       'step': step,
+      # a sum with conditions is its own number, not the sum of these two
+      'reward': 2 * form,
       f'rewards/{names[0]}/mean': graded,
       f'rewards/{names[1]}/mean': form,
       f'rewards/{names[0]}/group_std': 0.5,
@@ -245,10 +247,11 @@ def test_tables_by_hand(tmp_path):
     'behind on none, not to be told apart on none; of single rewards it is '
     'behind in none.'
   ) in text
-  # plain sum, held-out score, all at once
+  # sum with conditions, held-out score, all at once, score of all steps
   assert (
-    '| scale | **+0.200** [+0.070, +0.330] 4/4 | **+0.100** [+0.035, +0.165] '
-    '4/4 | +0.000 [+0.000, +0.000] 0/4 | +0.000 [+0.000, +0.000] 0/4 |'
+    '| scale | **+0.400** [+0.140, +0.660] 4/4 | **+0.100** [+0.035, +0.165] '
+    '4/4 | +0.000 [+0.000, +0.000] 0/4 | **+0.100** [+0.035, +0.165] 4/4 | '
+    '+0.000 [+0.000, +0.000] 0/4 |'
   ) in text
   assert 'less grpo: form **+0.200** [+0.070, +0.330] 4/4' in text
   assert 'mo_grpo 0 of 4, gdpo 0 of 4, grpo 0 of 4' in text
@@ -275,9 +278,22 @@ def test_intervals_over_seeds():
   assert analysis.student(np.zeros(1)).low == -np.inf
 
 
+def test_what_outlasts_many_comparisons():
+  above = analysis.Interval(0.1, 0.01, 0.19)
+  found = {
+    name: study_numbers.Difference(above, 8, 8, p)
+    for name, p in {'a': 0.01, 'b': 0.04, 'c': 0.03, 'd': 0.005}.items()
+  }
+  # 0.005 <= 0.05 / 4, 0.01 <= 0.05 / 3, but 0.03 > 0.05 / 2
+  assert study_numbers.after_holm(found) == ['d', 'a']
+  assert study_numbers.after_holm({}) == []
+  found['d'] = found['d']._replace(p=0.02)
+  assert study_numbers.after_holm(found) == ['a']
+
+
 @pytest.mark.slow
 def test_a_real_cell_is_killed_and_goes_on(tmp_path):
-  name = 'scale/gdpo_r0.0003_g8_w1-1_s0'
+  name = 'scale/gdpo_r0.0001_g8_w1-1_s0'
   command = [
     sys.executable,
     str(ROOT / 'experiments' / 'study.py'),
